@@ -175,7 +175,8 @@ class KernelPlan(Section):
     sampling_backend: str = "pytorch"
     # Whether log-probabilities are computed from the model's logits before penalties, bias, masks and temperature.
     raw_logprobs: bool = False
-    logits_folder: str | None = None  # folder for the logits of every step; None: do not write them
+    dump_folder: str | None = None  # folder for the hidden states and logits of every step; None: do not write them
+    dump_layers: Sequence[int] | None = None  # layers whose outputs are written to `dump_folder`; None: all layers
     nan_detection: bool = False  # log the layer that first computes non-finite values
 
 

@@ -51,6 +51,7 @@ from runtime.worker.sampler import Sampled, Sampler, chooses_greedily, chooses_p
 from runtime.worker.step_inputs import NO_ARRAYS, Forward, SampleInputs, Staging, StepInputs, prepare, samples_on_host
 from runtime.worker.step_outputs import copy_out
 from runtime.worker.step_timer import StepTimer
+from runtime.worker.tensor_dump import TensorDump
 from runtime.worker.verbs import run_verb
 
 logger = logging.getLogger("penstock.core")
@@ -275,6 +276,7 @@ class StepExecutor:
         device_drafter: DeviceDrafter | None = None,
         experts: RankExperts | None = None,
         all_states: bool = False,
+        dump: TensorDump | None = None,
     ) -> None:
         """Create the executor of a rank.
 
@@ -302,6 +304,7 @@ class StepExecutor:
         self._draft_model = draft_model
         self._drafter = device_drafter
         self._all_states = all_states
+        self._dump = dump
         self._staging = Staging(device)
         pools = [pool, *(drafter.pool for drafter in (draft_model, device_drafter) if drafter is not None)]
         blocks = [each.host_blocks for each in pools if each.host_blocks is not None]
@@ -572,7 +575,7 @@ class StepExecutor:
         """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""
         sampling = batch.sampling
         is_plain = batch.embedding_rows is None and sampling is not None and chooses_greedily(sampling)
-        is_chosen = is_plain and graph.chooses and self._graphs_choose
+        is_chosen = is_plain and graph.chooses
         samples = samples_on_host(batch, are_stored=is_chosen)
         if is_chosen:
             chosen = Sampled(*graph.choose(batch, self.last_tokens))
@@ -600,11 +603,6 @@ class StepExecutor:
             return None
         return experts.recorder.chosen(_tokens_of(batch, batch.expert_rows), len(batch.token_ids), captured)
 
-    @property
-    def _graphs_choose(self) -> bool:
-        """Whether graphs may sample tokens. They may not if the sampler must see all logits."""
-        return self._sampler is None or not self._sampler.must_see_logits
-
     def _chosen_by_graph(self, batch: Batch, inputs: StepInputs) -> Sampled | None:
         """Sample all rows of a step by a CUDA graph, or return None if no graph can."""
         graphs, sampling = self.cuda_graphs, batch.sampling
@@ -612,7 +610,7 @@ class StepExecutor:
             return None
         if self._by_operations(batch) or batch.hidden_rows or "relaxed_rows" in inputs.samples.more.host:
             return None
-        if batch.prompt_logprobs or not chooses_plainly(sampling) or not self._graphs_choose:
+        if batch.prompt_logprobs or not chooses_plainly(sampling):
             return None
         arrays, greedy = sampling_arrays(inputs.samples.more.on_device), bool(sampling.greedy.all())
         limits = sampling.params.keys() & NO_LIMIT.keys()
@@ -627,7 +625,10 @@ class StepExecutor:
         hidden, prompts = self._final_hidden(begun), None
         if batch.sampling is not None and sampled is None:
             logits = self._model.logits(hidden[samples.index], self._adapted(batch, samples.index))
+            self._write_dump(batch, logits)
             sampled = self._sampler.sample(logits, batch, samples.more)
+        else:
+            self._write_dump(batch, None)
         if sampled is not None:
             limits = accept_limits(batch, sampled.host_data.without_token)
             accepted, self._taken = self._keep(samples, sampled.ids, limits)
@@ -646,6 +647,10 @@ class StepExecutor:
             vectors = self._model.pooler(hidden, batch.counts, batch.embedding_rows)
         states = self._hidden_of_rows(batch, self._hidden_of_all(begun, hidden)) if batch.hidden_rows else None
         return copy_out(self.device, batch, sampled, prompts, vectors, states, begun.experts)
+
+    def _write_dump(self, batch: Batch, logits: Tensor | None) -> None:
+        if self._dump is not None:
+            self._dump.write(batch, logits)
 
     def _hidden_of_rows(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Return the hidden states of all tokens of the sequences in `batch.hidden_rows`, as a float32 copy [n, E].

@@ -19,7 +19,6 @@ from runtime.sampling_params import ROW_ARRAYS, RowArray
 from runtime.worker.device import Device
 from runtime.worker.drafts import drafts_before
 from runtime.worker.host_data import NO_HOST_DATA, Arrived, HostDataGate
-from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.logprobs import (
     ScoredPrompts,
     ScoredRows,
@@ -157,7 +156,6 @@ class Sampler:
         penalize: Callable[..., None] = native.penalize,
         score: Callable[..., Scores] = native.score,
         raw_logprobs: bool = False,
-        dump: LogitsDump | None = None,
         relaxed: RelaxedAcceptance | None = None,
     ) -> None:
         self._relaxed = relaxed
@@ -167,12 +165,6 @@ class Sampler:
         self._gate = HostDataGate(device, vocab_size)
         self._choose, self._penalize, self._score = choose, penalize, score
         self._raw_logprobs = raw_logprobs
-        self._dump = dump
-
-    @property
-    def must_see_logits(self) -> bool:
-        """Whether the sampler needs the logits of every step, even if a graph could sample."""
-        return self._dump is not None
 
     def arrays(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """Return the arrays of a step that are known before the forward pass, by name."""
@@ -195,8 +187,6 @@ class Sampler:
         if sampling is None:
             raise ValueError("No row of this batch is sampled.")
         arrived = self._gate.arrived(batch)
-        if self._dump is not None:
-            self._dump.write(logits, batch)
         if "greedy" not in staged.host:
             host = self._host_arrays(batch, sampling, arrived)
             staged = Staged(host, self._staging.copy(host))

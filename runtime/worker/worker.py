@@ -53,7 +53,6 @@ from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.expert_moves import RankExperts
 from runtime.worker.expert_recorder import ExpertRecorder
-from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.page_copies import CopyPages, PageCopier
@@ -62,6 +61,7 @@ from runtime.worker.relaxed_acceptance import RelaxedAcceptance
 from runtime.worker.remote_instance import load_from_instance
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging
+from runtime.worker.tensor_dump import TensorDump
 from runtime.worker.two_batches import TwoBatchForward
 from runtime.worker.warm_up import compiles_at_first_use, warm_up
 
@@ -357,11 +357,11 @@ class ModelWorker:
         reads_states = isinstance(drafter, DeviceDrafter) and drafter.reads_states
         forward = self._make_forward(loaded.setup, model, pool, device, cache, keeps_states=reads_states)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
-        cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
-        folder = plan.kernels.logits_folder
-        dump = LogitsDump(folder) if folder is not None else None
+        cpu_graph = None
+        if plan.kernels.dump_folder is None or name != TARGET:
+            cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
         relaxed = _relaxed(plan)
-        sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device, dump, relaxed)
+        sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device, relaxed)
         if self._warms_up(device) and not loaded.setup.plan.is_embedding:
             with torch.inference_mode(), device.forward():
                 sampler.warm_up(cache.num_sequences)
@@ -385,6 +385,7 @@ class ModelWorker:
             device_drafter=drafter if isinstance(drafter, DeviceDrafter) else None,
             experts=self._rank_experts(name, model),
             all_states=self._all_states,
+            dump=_dump(plan, model) if name == TARGET else None,
         )
         num_groups = self.mesh.rank_info.dp_size
         if num_groups > 1:
@@ -578,7 +579,6 @@ class ModelWorker:
         facts: ModelFacts,
         num_sequences: int,
         device: Device,
-        dump: LogitsDump | None = None,
         relaxed: RelaxedAcceptance | None = None,
     ) -> Sampler:
         return Sampler(
@@ -589,7 +589,6 @@ class ModelWorker:
             penalize=self.kernels.penalize,
             score=self.kernels.score,
             raw_logprobs=self._raw_logprobs,
-            dump=dump,
             relaxed=relaxed,
         )
 
@@ -775,6 +774,11 @@ def _relaxed(plan: Plan) -> RelaxedAcceptance | None:
     """Return how draft tokens of sampled rows are accepted, or None if only the model's draws count."""
     thresholds = RelaxedAcceptance(plan.draft.accept_single, plan.draft.accept_divisor)
     return thresholds if min(thresholds) < 1 else None
+
+
+def _dump(plan: Plan, model: Decoder) -> TensorDump | None:
+    kernels = plan.kernels
+    return None if kernels.dump_folder is None else TensorDump(kernels.dump_folder, kernels.dump_layers, model)
 
 
 def _select(plan: KernelPlan, lifeline: Lifeline | None, *, fall_back: bool) -> tuple[Kernels, bool]:

@@ -142,9 +142,16 @@ class DebugArgs:
     )
     debug_tensor_dump_output_folder: str | None = option(
         None,
-        "Folder for the logits of every step that samples. Each step writes a file step-N.npz with logits, positions "
-        "and rids, which makes steps slow. Requires a single replica.",
-        plan="kernels.logits_folder",
+        "Folder for the hidden states and logits of every step. Each step writes a file step-N.safetensors with "
+        "input_ids, positions, rows, the output of each layer, the final hidden states, and logits. Steps are slow and "
+        "use no graphs. Requires a single replica without pipeline stages.",
+        plan="kernels.dump_folder",
+    )
+    debug_tensor_dump_layers: tuple[int, ...] | None = option(
+        None,
+        "Layers, counted from 0, whose outputs are written to --debug-tensor-dump-output-folder. Default: all.",
+        low=0,
+        plan="kernels.dump_layers",
     )
     debug_tensor_dump_input_file: str | None = option(
         None,

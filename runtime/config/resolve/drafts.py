@@ -273,8 +273,8 @@ def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, 
         return Decision(True, "on a CPU, row positions are known when a step begins")
     if ATTENTION[attention].exact_starts:
         return Decision(False, f"{attention} needs the exact lengths of rows on the host")
-    if kernels.logits_folder is not None:
-        return Decision(False, "dumped logits need exact positions")
+    if kernels.dump_folder is not None:
+        return Decision(False, "dumped tensors need exact positions")
     return Decision(True, f"{attention} reads the lengths of rows on the device")
 
 

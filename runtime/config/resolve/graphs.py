@@ -65,6 +65,8 @@ def _sizes(
         reason = "--enable-memory-saver: graphs would hold the addresses of memory that is given back"
         _refuse_idle(builder, reason)
         return Decision((), reason)
+    if builder.args.debug.debug_tensor_dump_output_folder is not None:
+        foreign = "--debug-tensor-dump-output-folder reads the outputs of layers"
     reason = foreign or _none_here(builder, gpu, decode_attention)
     if gpu is None or reason:
         _refuse_idle(builder, reason)

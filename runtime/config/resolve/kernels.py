@@ -89,7 +89,8 @@ def kernel_plan(
         decode_attention_backend=decode,
         sampling_backend=sampling,
         raw_logprobs=builder.follow("logprobs_mode", builder.args.sampling.logprobs_mode == "raw_logprobs"),
-        logits_folder=_logits_folder(builder),
+        dump_folder=_dump_folder(builder),
+        dump_layers=_dump_layers(builder, facts),
     )
 
 
@@ -121,7 +122,7 @@ def _must_wait(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: 
         "records of experts": plan.experts.records,
         "host memory for pages": cache.host_tier or cache.swap_space_gib > 0 or cache.storage is not None,
         "a role in disaggregation": cache.role != "null",
-        "records of logits": plan.kernels.logits_folder is not None,
+        "dumps of tensors": plan.kernels.dump_folder is not None,
         "a record of the schedule": plan.scheduler.record_file is not None,
         "transformers' modules": plan.model.by_transformers,
         "weights of a running server or random weights": plan.model.load_format in ("dummy", "remote_instance"),
@@ -132,10 +133,32 @@ def _must_wait(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: 
     )
 
 
-def _logits_folder(builder: PlanBuilder) -> Decision[str | None]:
+def _dump_folder(builder: PlanBuilder) -> Decision[str | None]:
     option = "debug_tensor_dump_output_folder"
-    if builder.args.debug.debug_tensor_dump_output_folder is not None and builder.args.parallel.dp_size > 1:
-        builder.refuse(option, "--debug-tensor-dump-output-folder requires a single replica; leave --dp-size out.")
+    parallel = builder.args.parallel
+    problems = {
+        "--dp-size": parallel.dp_size > 1,
+        "--pp-size": parallel.pp_size > 1,
+        "--enable-two-batch-overlap": parallel.enable_two_batch_overlap,
+        "--enable-torch-compile": builder.args.graphs.enable_torch_compile,
+    }
+    used = [flag for flag, is_set in problems.items() if is_set]
+    if builder.args.debug.debug_tensor_dump_output_folder is not None and used:
+        builder.refuse(
+            option,
+            f"--debug-tensor-dump-output-folder writes the layers of one rank, operation by operation; leave "
+            f"{' and '.join(used)} out.",
+        )
+    return builder.follow(option)
+
+
+def _dump_layers(builder: PlanBuilder, facts: ModelFacts) -> Decision[tuple[int, ...] | None]:
+    option, debug = "debug_tensor_dump_layers", builder.args.debug
+    asked = debug.debug_tensor_dump_layers
+    if asked is not None and debug.debug_tensor_dump_output_folder is None:
+        builder.refuse(option, "--debug-tensor-dump-layers needs --debug-tensor-dump-output-folder.")
+    if asked is not None and facts.architecture and max(asked, default=0) >= facts.num_layers:
+        builder.refuse(option, f"--debug-tensor-dump-layers {max(asked)}: the model has {facts.num_layers} layers.")
     return builder.follow(option)
 
 

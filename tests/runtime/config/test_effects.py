@@ -69,6 +69,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"disaggregation_mode": "prefill"}),
     (CPU, {"disaggregation_mode": "decode", "disaggregation_prefill": ("first:8998",)}),
     (CPU, {"api_key_file": "keys"}),
+    (CPU, {"debug_tensor_dump_output_folder": "dump"}),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
