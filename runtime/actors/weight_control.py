@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import tempfile
@@ -123,9 +124,22 @@ class WeightControl:
         the old weights stay.
         """
         async with self._changing():
-            answers = await ask(self._actors, "receive_weights", {**transfer, "share": self._share})
-            if (error := first_error(answers)) is not None:
-                await self._drop(error)
+            failed, num_parts, left = None, 0, 1
+            while left:
+                part = {"first": not num_parts, "discard": failed is not None, "share": self._share}
+                receiving = asyncio.ensure_future(ask(self._actors, "receive_weights", {**transfer, **part}))
+                try:
+                    # A part is prepared while the next one arrives. After a failure the rest is received too, because
+                    # the trainer sends it.
+                    if num_parts and failed is None:
+                        failed = await self._prepare({}, merge=False)
+                finally:
+                    answers = await receiving
+                if (error := first_error(answers)) is not None:
+                    await self._drop(error)
+                left, num_parts = answers[0][0]["left"], num_parts + 1
+            if failed is not None:
+                await self._drop(failed)
             await self._stage({}, flush=flush, version=version)
 
     async def update_from_tensors(self, tensors: Mapping[str, Any], *, flush: bool, version: str | None = None) -> None:
@@ -308,17 +322,23 @@ class WeightControl:
             yield [await stack.enter_async_context(actor.paused()) for actor in self._actors]
 
     async def _stage(self, source: Mapping[str, Any], *, flush: bool, version: str | None) -> None:
-        self._check_adapters()
-        answers = await ask(self._actors, "stage_weights", {"final": False, **source, "merge": not self.updating})
-        if (error := first_error(answers)) is not None:
+        if (error := await self._prepare(source, merge=not self.updating)) is not None:
             await self._drop(error)
+        if not self.updating:
+            await self._commit(flush=flush, version=version)
+
+    async def _prepare(self, source: Mapping[str, Any], *, merge: bool) -> str | None:
+        """Prepare layers from tensors on all ranks. Return the reason if this fails; then drop all staged tensors."""
+        self._check_adapters()
+        answers = await ask(self._actors, "stage_weights", {"final": False, **source, "merge": merge})
+        if (error := first_error(answers)) is not None:
+            return error
         ranks = [rank for replica in answers for rank in replica]
         unknown = set.intersection(*(set(rank["unknown"]) for rank in ranks))
         if unknown:
-            await self._drop(f"The model has no tensors {_names(sorted(unknown))}.")
+            return f"The model has no tensors {_names(sorted(unknown))}."
         self.waiting = sorted({name for rank in ranks for name in rank["waiting"]})
-        if not self.updating:
-            await self._commit(flush=flush, version=version)
+        return None
 
     async def _commit(self, *, flush: bool, version: str | None) -> None:
         async with self._paused() as pauses:

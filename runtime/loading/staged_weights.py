@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ops.large_pages import CACHE_LINE, LargePages
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError, MissingTensor
@@ -29,6 +30,7 @@ from runtime.loading.quantization import quantization_fields
 from runtime.loading.tensors import Tensors
 from runtime.modeling.decoder import Decoder
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
 MAX_READ = 2**20  # maximum number of values that `read` returns
 IDENTITY_ROWS = 256  # number of rows of the identity matrix in one product
 SCALES = re.compile(r".*\.[kv]_scale")
@@ -58,6 +60,7 @@ class StagedWeights:
         self._names = frozenset(name for unit in self._units.values() for name in unit)
         self._pending: dict[str, Tensor] = {}  # tensors that have arrived and are not yet in a prepared layer
         self._is_complete = True  # whether every layer with pending tensors has been prepared
+        self._scratch = NOTHING  # reused memory for the tensors of a fused layer, because new memory costs page faults
         self._prepared: dict[Weighted, Weighted] = {}  # layer of the model -> the same layer with new weights
 
     @property
@@ -78,12 +81,37 @@ class StagedWeights:
             total += 4 * torch.Size(shape).numel()
         return total
 
-    def stage(self, tensors: Mapping[str, Tensor], *, merge: bool, final: bool) -> Staged:
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether tensors are needed until `commit`, because each weight of the checkpoint has several of them."""
+        return self._facts.quantization is not None
+
+    def stage(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        merge: bool,
+        final: bool,
+        lent: bool = False,
+        later: Collection[str] = (),
+    ) -> Staged:
         """Prepare the layers whose tensors are complete. Raises CheckpointError; call `drop` after an error.
 
         `final` says that no further tensors follow. A quantised checkpoint stores each weight in several tensors; its
-        layers are prepared only in the final call or, with `merge`, as soon as all these tensors have arrived.
+        layers are prepared only in the final call or, with `merge`, as soon as all these tensors have arrived. If the
+        tensors are `lent`, their memory is overwritten later, so tensors of incomplete layers are copied. Layers that
+        use one of the tensors `later` are not yet prepared.
         """
+        coming = {name for name in (tensor_name(self._facts, each) for each in later) if name is not None}
+        staged = self._stage(tensors, coming, merge=merge, final=final)
+        if not coming:
+            self._scratch = NOTHING
+        if lent:
+            kept = self._pending.keys() & {tensor_name(self._facts, name) for name in tensors}
+            self._pending |= {name: self._pending[name].clone() for name in kept}
+        return staged
+
+    def _stage(self, tensors: Mapping[str, Tensor], coming: Set[str], *, merge: bool, final: bool) -> Staged:
         for stored, tensor in tensors.items():
             name = tensor_name(self._facts, stored)
             if name is None or IGNORED.fullmatch(name) or self._is_tied_head(name) or self._skips_scale(name):
@@ -105,7 +133,7 @@ class StagedWeights:
         waiting: list[str] = []
         for layer, shards in self._units.items():
             present = {name: shards[name] for name in shards if name in source.shapes}
-            if not present:
+            if not present or not coming.isdisjoint(shards):
                 continue
             _check(present, source)
             missing = [name for name, each in shards.items() if name not in present and each[0].default is None]
@@ -147,6 +175,7 @@ class StagedWeights:
         """Discard all tensors and prepared layers. The current weights do not change."""
         self._pending.clear()
         self._prepared.clear()
+        self._scratch = NOTHING
 
     def read(self, name: str, num_rows: int) -> dict[str, Any] | None:
         """Return this rank's part of the first rows of a tensor, or None if the rank has no part of it.
@@ -200,7 +229,8 @@ class StagedWeights:
         device, dtype = torch.device(self._plan.device), getattr(torch, self._plan.dtype)
         if not recover and (fresh := self._converted(layer, source, present, dtype, device)) is not None:
             return fresh
-        fresh = _shell(layer, dtype, device)
+        reused = device.type == "cpu" and isinstance(layer, Linear) and type(layer.method) is Unquantized
+        fresh = self._scratch_shell(layer, dtype) if reused else _shell(layer, dtype, device)
         shards = _shards(fresh)
         with torch.inference_mode():
             if recover:
@@ -210,7 +240,32 @@ class StagedWeights:
             fresh.prepare()
             for kept in _kept_parts(fresh):
                 kept.prepare()
+            if reused:
+                self._leave_scratch(fresh)
         return fresh
+
+    def _scratch_shell(self, layer: Weighted, dtype: torch.dtype) -> Weighted:
+        """Like `_shell`, with parameters in the scratch memory, which the next layer overwrites."""
+        shell, first, places = _outline(layer), 0, {}
+        for name, parameter in shell.named_parameters(recurse=False):
+            if parameter.is_meta:
+                own = getattr(parameter, "own_dtype", dtype)
+                places[name] = first, own, parameter.shape
+                first += -(-parameter.numel() * own.itemsize // CACHE_LINE) * CACHE_LINE
+        if len(self._scratch) < first:
+            self._scratch = NOTHING
+            self._scratch = LargePages().take(first)
+        for name, (start, own, shape) in places.items():
+            memory = self._scratch[start : start + shape.numel() * own.itemsize].view(own).view(shape)
+            setattr(shell, name, nn.Parameter(memory, requires_grad=False))
+        return shell
+
+    def _leave_scratch(self, layer: Weighted) -> None:
+        """Copy the layer's parameters that are still in the scratch memory."""
+        start = self._scratch.untyped_storage().data_ptr()
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            if parameter.untyped_storage().data_ptr() == start:
+                setattr(layer, name, nn.Parameter(parameter.clone(), requires_grad=False))
 
     def _converted(
         self,

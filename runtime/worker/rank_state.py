@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from runtime.errors import InvalidRequest
 from runtime.kv_cache.pools import KVPool
@@ -15,7 +14,7 @@ from runtime.worker.expert_moves import RankExperts
 from runtime.worker.page_copies import PageCopier
 from runtime.worker.page_io import PageIO
 from runtime.worker.step_profiler import StepProfiler
-from runtime.worker.weight_transfer import TransferGroup
+from runtime.worker.weight_transfer import Received, TransferGroup
 
 
 @dataclass(slots=True)
@@ -33,7 +32,7 @@ class RankState:
     pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
     groups: dict[str, TransferGroup] = field(default_factory=dict)  # process groups with trainers, by name
     experts: RankExperts | None = None  # None: experts of this rank are neither recorded nor shared
-    received: dict[str, Tensor] = field(default_factory=dict)  # tensors of a transfer that are not yet staged
+    received: deque[Received] = field(default_factory=deque)  # parts of a transfer that are not yet staged
 
     @property
     def has_initial_weights(self) -> bool:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from datetime import timedelta
+from itertools import accumulate
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ops.large_pages import LargePages
+from ops.large_pages import CACHE_LINE, LargePages
 from runtime.errors import InvalidRequest
 from runtime.loading.memory_tensors import dtype_of, num_bytes, unflatten
 
 logger = logging.getLogger("penstock.core")
-T = TypeVar("T")
+NOTHING = torch.empty(0, dtype=torch.uint8)
 SLACK = 2  # maximum announced bytes, as a multiple of the model's bytes in float32
 PACKED_BYTES = 2**30  # vLLM's packed transfer begins a new buffer after this number of bytes
+PART_BYTES = 32 * 2**20  # tensors that are broadcast one by one are received in parts of about this size
+NUM_BLOCKS = 2  # a part is received in one block while the previous part is prepared from another block
+KEPT_BYTES = 512 * 2**20  # maximum size of a block that a group keeps for later parts
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # backend -> type of the device on which it moves tensors
 
 
@@ -37,6 +42,14 @@ class TensorSpec(NamedTuple):
         return num_bytes(self.shape, self.dtype)
 
 
+class Received(NamedTuple):
+    """A part of a transfer."""
+
+    tensors: dict[str, Tensor]
+    lent: bool  # whether the part after the next one overwrites the tensors' memory
+    later: Set[str]  # names of the tensors of later parts
+
+
 class TransferGroup:
     """A process group of this rank with a trainer. It is compatible with the frameworks' `init_process_group`.
 
@@ -45,6 +58,8 @@ class TransferGroup:
 
     def __init__(self, info: Mapping[str, Any], rank: int, device: torch.device) -> None:
         """Connect to all members. `info` has address, port, world_size, name, backend and timeout_s."""
+        self.parts: deque[list[TensorSpec]] = deque()  # announced tensors that are not yet received
+        self._blocks: deque[Tensor] = deque([NOTHING] * NUM_BLOCKS)  # reused, because new memory costs page faults
         self.device = device if info["backend"] == "nccl" else torch.device("cpu")
         timeout, name = timedelta(seconds=info["timeout_s"]), info["name"]
         store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -65,31 +80,53 @@ class TransferGroup:
             options._timeout = timeout
             self._group = dist.ProcessGroupGloo(store, rank, info["world_size"], options)
 
-    def receive(self, specs: Sequence[TensorSpec], packing: str, source: int, packed_bytes: int) -> dict[str, Tensor]:
-        """Receive the announced tensors, broadcast by `source`: on the CPU with gloo, on the GPU with nccl.
+    def announce(self, specs: Sequence[TensorSpec], packing: str, packed_bytes: int) -> None:
+        """Divide the announced tensors into parts for `receive`.
 
         `packing` is "none" (one broadcast per tensor), "bucket" (one for all tensors) or "packed" (one per
         `packed_bytes`).
         """
-        memory = LargePages()
-        if packing == "none":
-            tensors = {}
-            for spec in specs:
-                tensors[spec.name] = self._empty(spec.num_bytes, memory).view(spec.dtype).view(spec.shape)
-                self.broadcast(tensors[spec.name], source)
-            return tensors
-        tensors = {}
-        for bucket in [specs] if packing == "bucket" else _buckets(specs, packed_bytes):
-            size = sum(spec.num_bytes for spec in bucket)
-            flat = self.broadcast(self._empty(size, memory), source)
-            tensors |= unflatten(flat, [(spec.name, str(spec.dtype), spec.shape) for spec in bucket])
-        return tensors
+        if packing == "bucket":
+            self.parts = deque([list(specs)])
+        else:
+            self.parts = deque(_buckets(specs, packed_bytes if packing == "packed" else PART_BYTES))
+        if not self.parts:
+            self.parts.append([])
 
-    def _empty(self, size: int, memory: LargePages) -> Tensor:
-        """Return an uninitialised uint8 tensor of `size` bytes on the group's device. On a CPU it is in large pages."""
-        if self.device.type == "cpu":
-            return memory.take(size)
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+    def receive(self, packing: str, source: int, *, lend: bool) -> Received:
+        """Receive the next part, broadcast by `source`: on the CPU with gloo, on the GPU with nccl.
+
+        With `lend`, the tensors may be in memory that the part after the next one overwrites.
+        """
+        specs = self.parts.popleft()
+        if packing != "none":
+            flat, lent = self._memory(sum(spec.num_bytes for spec in specs), lend=lend)
+            self.broadcast(flat, source)
+            tensors = unflatten(flat, [(spec.name, str(spec.dtype), spec.shape) for spec in specs])
+            return Received(tensors, lent, self._later())
+        ends = list(accumulate(-(-spec.num_bytes // CACHE_LINE) * CACHE_LINE for spec in specs))
+        memory, lent = self._memory(ends[-1] if ends else 0, lend=lend)
+        tensors = {}
+        for spec, first in zip(specs, [0, *ends], strict=False):
+            tensors[spec.name] = memory[first : first + spec.num_bytes].view(spec.dtype).view(spec.shape)
+            self.broadcast(tensors[spec.name], source)
+        return Received(tensors, lent, self._later())
+
+    def _later(self) -> Set[str]:
+        return {spec.name for part in self.parts for spec in part}
+
+    def _memory(self, size: int, *, lend: bool) -> tuple[Tensor, bool]:
+        """Return uninitialised memory of `size` bytes on the group's device, uint8, and whether it is reused."""
+        if self.device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self.device), False
+        if not lend or size > KEPT_BYTES:
+            return LargePages().take(size), False
+        block = self._blocks.popleft()
+        if len(block) < size:
+            del block
+            block = LargePages().take(size)
+        self._blocks.append(block)
+        return block[:size], True
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Receive `tensor` from the rank `source`. On that rank itself, send it to all other ranks."""
@@ -103,6 +140,7 @@ class TransferGroup:
     def close(self) -> None:
         """Leave the group. Peers that wait for this rank get an error."""
         group, self._group = self._group, None
+        self._blocks.clear()
         if group is not None:
             group.abort()
             group.shutdown()
@@ -127,13 +165,16 @@ def announced(payload: Mapping[str, Any], max_bytes: int) -> list[TensorSpec]:
     return specs
 
 
-def on_thread(name: str, work: Callable[[], T]) -> Future[dict[str, Any]]:
-    """Run `work` on a daemon thread. The future never fails: its result is {"error": None or the reason}."""
+def on_thread(name: str, work: Callable[[], Mapping[str, Any] | None]) -> Future[dict[str, Any]]:
+    """Run `work` on a daemon thread.
+
+    The future never fails: its result is {"error": None or the reason}, with the values that `work` returns.
+    """
     done: Future[dict[str, Any]] = Future()
 
     def run() -> None:
         try:
-            work()
+            values = work()
         except InvalidRequest as error:
             done.set_result({"error": error.message})
         except (torch.OutOfMemoryError, MemoryError):
@@ -142,7 +183,7 @@ def on_thread(name: str, work: Callable[[], T]) -> Future[dict[str, Any]]:
             logger.warning("%s failed: %s", name, error)
             done.set_result({"error": f"{name} failed: a peer is gone, or did not answer in time."})
         else:
-            done.set_result({"error": None})
+            done.set_result({"error": None, **(values or {})})
 
     Thread(target=run, name="penstock-transfer", daemon=True).start()
     return done

@@ -18,7 +18,7 @@ from runtime.loading.tensors import TensorFiles
 from runtime.loading.weight_memory import combined, release, reserve
 from runtime.worker.rank_state import RankState
 from runtime.worker.remote_instance import SENDER, send_parameters
-from runtime.worker.weight_transfer import BACKENDS, TransferGroup, announced, on_thread
+from runtime.worker.weight_transfer import BACKENDS, Received, TransferGroup, announced, on_thread
 
 logger = logging.getLogger("penstock.core")
 MAX_GROUPS = 16
@@ -117,17 +117,26 @@ def close_transfer(rank: RankState, payload: Mapping[str, Any]) -> bool:
 
 
 def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Receive tensors from a trainer while steps continue. Return {"error": ...}. An error ends the group."""
+    """Receive a part of the tensors that a trainer sends, while steps continue. Return {"error", "left"}.
+
+    "left" is the number of further parts. `first` announces the tensors and begins a transfer. `discard` drops the
+    parts that are not staged. An error ends the group.
+    """
     name = payload["name"]
     group = rank.groups.get(name)
     if group is None:
         raise InvalidRequest(f"There is no group {name[:80]}; call init_weights_update_group.", param="group_name")
-    rank.received = {}
+    if payload["first"] or payload["discard"]:
+        rank.received.clear()
 
-    def receive() -> None:
+    def receive() -> dict[str, int]:
         try:
-            specs = announced(payload, rank.loaded.staged.num_bytes * payload["share"])
-            rank.received = group.receive(specs, payload["packing"], payload["source"], payload["packed_bytes"])
+            staged = rank.loaded.staged
+            if payload["first"]:
+                specs = announced(payload, staged.num_bytes * payload["share"])
+                group.announce(specs, payload["packing"], payload["packed_bytes"])
+            rank.received.append(group.receive(payload["packing"], payload["source"], lend=not staged.keeps_tensors))
+            return {"left": len(group.parts)}
         except BaseException:
             rank.groups.pop(name, None)
             group.close()
@@ -137,19 +146,19 @@ def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[
 
 
 def stage_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare layers from tensors: "tensors" of this process, a safetensors "file", or tensors received earlier.
+    """Prepare layers from tensors: "tensors" of this process, a safetensors "file", or the oldest received part.
 
     Returns {"error", "unknown", "waiting"}. After an error, `drop_weights` must be called.
     """
     try:
         with _on_device(rank):
-            tensors = _tensors(rank, payload)
-            result = rank.loaded.staged.stage(tensors, merge=payload["merge"], final=payload["final"])
+            part = _part(rank, payload)
+            result = rank.loaded.staged.stage(
+                part.tensors, merge=payload["merge"], final=payload["final"], lent=part.lent, later=part.later
+            )
     except Exception as error:  # memory and kernels raise errors of many types
         logger.warning("The tensors of an update were not prepared.", exc_info=error)
         return {"error": reason(error), "unknown": [], "waiting": []}
-    finally:
-        rank.received = {}
     return {"error": None, "unknown": result.unknown, "waiting": result.waiting}
 
 
@@ -167,7 +176,7 @@ def commit_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any
 
 def drop_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
     """Drop the staged layers and received tensors."""
-    rank.received = {}
+    rank.received.clear()
     rank.loaded.staged.drop()
 
 
@@ -231,13 +240,13 @@ def _cache_tensors(rank: RankState) -> Iterator[Tensor]:
             yield from (tensor for tensor in cache if isinstance(tensor, Tensor))
 
 
-def _tensors(rank: RankState, payload: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def _part(rank: RankState, payload: Mapping[str, Any]) -> Received:
     if "tensors" in payload:
-        return payload["tensors"]
+        return Received(payload["tensors"], lent=False, later=frozenset())
     if "file" not in payload:
-        return rank.received
+        return rank.received.popleft()
     files = TensorFiles(WeightFiles("safetensors", (Path(payload["file"]),)), mmap=False)
-    return {name: files.read(name) for name in files.shapes}
+    return Received({name: files.read(name) for name in files.shapes}, lent=False, later=frozenset())
 
 
 @contextmanager
