@@ -57,6 +57,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "disaggregation_prefill_replicas": {"dp_size": 2},
     "disaggregation_bootstrap_port": {"disaggregation_mode": "prefill"},
     "num_reserved_decode_tokens": {"disaggregation_mode": "decode", "disaggregation_prefill": ("first:8998",)},
+    "debug_tensor_dump_layers": {"debug_tensor_dump_output_folder": "dump"},
     "hicache_storage_backend": {"enable_hierarchical_cache": True},
     "hicache_storage_backend_extra_config": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
     "nnodes": _NODES,
