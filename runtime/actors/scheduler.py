@@ -200,6 +200,8 @@ class SchedulerActor:
             live.times.predicted_first_token_s = live.times.queued - live.times.arrived + predicted_s
             refusal = self._refusal(live, predicted_s)
             if refusal is not None:
+                if self.storage is not None:
+                    self.storage.note_arrival(live.sequences)
                 self._requests.fail(live.request.id, refusal)
                 return
         self._num_arriving += len(live.sequences)
@@ -572,6 +574,8 @@ class SchedulerActor:
         live = message.live
         if isinstance(message, Admit):
             self._num_arriving -= len(live.sequences)
+            if self.storage is not None:
+                self.storage.note_arrival(live.sequences)
             if self._priorities and self.scheduler.queue_space <= 0 and not live.request.follows:
                 self._displace(live.sequences[0].urgency)
             self.scheduler.add(*live.sequences)

@@ -14,21 +14,24 @@ from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
 from ops.machine import cache_folder
+from runtime.actors.prompt_notes import PromptNotes, prompt_keys
 from runtime.batch import Runner
 from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, NotSupported, PenstockError
 from runtime.kv_cache.storage_tier import StorageTier, Wanted
 from runtime.loading.digest import model_digest
 from runtime.page_store.opening import open_store
+from runtime.page_store.peers import PromptState
 from runtime.page_store.protocol import PageStore, StoreSpace, check_config
 from runtime.scheduler.scheduler import Scheduler
+from runtime.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from runtime.kv_cache.host_tier import Entry
@@ -37,12 +40,20 @@ logger = logging.getLogger("penstock.core")
 
 MAX_LOADS = 4  # maximum number of concurrent loads
 FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts has been measured
-STALL_S = 5.0  # longest wait for further pages of a prefill server
-PEER_POLL_S = 0.005
+STALL_S = 5.0  # longest wait for a prompt to arrive at a prefill server
+# A decode server asks for further pages after this share of its wait so far, but within these limits.
+POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.05, 0.002, 0.01
 BACKENDS = ("file",)  # backends that a client may attach, if it names neither a folder nor a class
 LAYOUT = "1"  # must change whenever pages of equal tokens get other bytes
 
 NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout page_first if it is attached later."
+
+
+@runtime_checkable
+class WatchedStore(Protocol):
+    """A store whose pages other servers compute for this one (see `PeerPages.watch`)."""
+
+    def watch(self, prompt: bytes, keys: Sequence[bytes]) -> tuple[int, PromptState]: ...
 
 
 class Attachment(NamedTuple):
@@ -68,6 +79,9 @@ class Storage:
         self._scheduler = scheduler
         self._runner = runner
         self._store: PageStore | None = None  # rank 0's store, used for lookups
+        # The prompts of a prefill server; None with other stores.
+        self._prompts = PromptNotes(tier, scheduler, plan.cache.page_size) if plan.cache.storage == "prefill" else None
+        self._prompt_work = asyncio.Event()
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
         self._attaching = anyio.Lock()
@@ -92,6 +106,8 @@ class Storage:
         limit = asyncio.Semaphore(MAX_LOADS)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._save)
+            if self._prompts is not None:
+                tasks.start_soon(self._tell_prompts, self._prompts)
             while True:
                 await self._work.wait()
                 self._work.clear()
@@ -104,6 +120,14 @@ class Storage:
         if self._tier.attached and (self._tier.has_work or self._scheduler.has_copies):
             self._work.set()
             self._save_work.set()
+        if self._prompts is not None:
+            self._prompt_work.set()
+
+    def note_arrival(self, sequences: Sequence[TokenSequence]) -> None:
+        """Note the sequences of a new request, even of one that is refused."""
+        if self._prompts is not None and self._tier.attached:
+            self._prompts.begin(sequences)
+            self._prompt_work.set()
 
     # --- attach and detach ---
 
@@ -231,26 +255,44 @@ class Storage:
     async def _found(self, store: PageStore, wanted: Wanted) -> int:
         """Return how many of the wanted pages the store has.
 
-        If a prefill server computes the prompt, wait for all its pages, as long as their number grows and a request
-        needs them. With other stores, a client's header has no effect.
+        If a prefill server computes the prompt, wait for all its pages, as long as the prefill server works on the
+        prompt and a request needs it. With other stores, a client's header has no effect.
         """
         keys = wanted.keys[wanted.first :]
-        number = await anyio.to_thread.run_sync(store.exists, keys)
-        grown_s = time.monotonic()
-        while (
-            number < len(keys)
-            and self._plan.cache.storage == "decode"
-            and any(each.request.caller.prefilled and each in self._scheduler for each in wanted.sequences)
-            and self._tier.attached
-        ):
-            if time.monotonic() - grown_s > STALL_S:
+        is_watched = self._plan.cache.storage == "decode" and isinstance(store, WatchedStore)
+        prompt = prompt_keys(wanted.sequences[0], self._plan.cache.page_size)[-1:] if is_watched else []
+        if not isinstance(store, WatchedStore) or not prompt or not self._is_prefilled(wanted):
+            return await anyio.to_thread.run_sync(store.exists, keys)
+        number, changed_s = 0, time.monotonic()
+        while True:
+            more, state = await anyio.to_thread.run_sync(store.watch, prompt[0], keys[number:])
+            number += more
+            waited_s = time.monotonic() - changed_s
+            if more or (state == PromptState.PENDING and waited_s > STALL_S):
+                changed_s = time.monotonic()
+            if number == len(keys) or not self._tier.attached or not self._is_prefilled(wanted):
+                return number
+            if state == PromptState.ENDED or (state == PromptState.UNKNOWN and waited_s > STALL_S):
                 logger.warning("A prefill server sent %d of %d pages; the rest is computed.", number, len(keys))
-                break
-            await asyncio.sleep(PEER_POLL_S)
-            more = await anyio.to_thread.run_sync(store.exists, keys)
-            if more > number:
-                number, grown_s = more, time.monotonic()
-        return number
+                return number
+            await asyncio.sleep(min(max(MIN_POLL_S, waited_s * POLL_SHARE), MAX_POLL_S))
+
+    def _is_prefilled(self, wanted: Wanted) -> bool:
+        """Return whether a waiting request needs pages that a prefill server computes."""
+        return any(each.request.caller.prefilled and each in self._scheduler for each in wanted.sequences)
+
+    async def _tell_prompts(self, prompts: PromptNotes) -> None:
+        """Tell the store which prompts are pending and which have ended."""
+        while True:
+            await self._prompt_work.wait()
+            self._prompt_work.clear()
+            begun, ended = prompts.take()
+            if self._tier.attached and (begun or ended):
+                payload = {"begun": [key.hex() for key in begun], "ended": [key.hex() for key in ended]}
+                try:
+                    await asyncio.shield(self._runner.call("note_prompts", payload))
+                except (InvalidRequest, EngineClosed) as error:
+                    logger.warning("Storage failed: %s", error.message)
 
     async def _save(self) -> None:
         """Save pages of the host tier, and delete stored pages whose KV may be wrong."""
@@ -285,6 +327,7 @@ class Storage:
             num_failed = max(answer["failed"] for answer in answers)
         finally:
             self._tier.end_save(save, num_failed)
+            self._prompt_work.set()
         return True
 
     async def _move(self, verb: str, keys: Sequence[bytes], pages: Sequence[int] | None) -> list[Any]:

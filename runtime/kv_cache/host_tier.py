@@ -187,6 +187,10 @@ class HostTier:
         """Number of pages that wait to be copied to the host."""
         return len(self._waiting)
 
+    def has_waiting(self, keys: list[bytes]) -> bool:
+        """Return whether one of these pages waits to be copied to the host."""
+        return not {self._tree[page].key for page in self._waiting}.isdisjoint(keys)
+
     def num_restorable(self, sequence: Sequence, limit: int) -> int:
         """Return how many of the first `limit` tokens will have KV after pages are restored from the tier.
 

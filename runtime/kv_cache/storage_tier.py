@@ -201,6 +201,14 @@ class StorageTier:
 
     # --- from the actor ---
 
+    def has_leaving(self, keys: list[bytes]) -> bool:
+        """Return whether one of these pages is on its way to the store."""
+        steps = (entries for _, entries in self._copied)
+        moving = (self._ready, self.saving, self._new, *self._pushed, *steps)
+        if not all(entries.keys().isdisjoint(keys) for entries in moving):
+            return True
+        return self.attached and self._saves and self._host.has_waiting(keys)
+
     def take_distrusted(self) -> list[bytes]:
         """Return and clear the keys to remove from the store."""
         keys, self._distrusted = self._distrusted, []

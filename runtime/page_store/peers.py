@@ -5,8 +5,11 @@ port plus its rank. The same rank of a decode server (`PeerPages`) requests page
 names. Both implement `PageStore`, so pages move as they do to and from files, with checksums.
 
 A connection begins with a greeting that names the space of the pages. Servers with different models or layouts
-therefore refuse each other. After that, each request consists of an operation and 32-byte keys. Each answer consists of
-a number and, if requested, the bytes of a page.
+therefore refuse each other. After that, each request consists of an operation and 32-byte keys:
+
+EXISTS  answer: the number of leading keys that have a page
+GET     answer per key: the number of bytes and the page, or -1
+WATCH   the first key names a prompt by its last full page. Answer: as EXISTS for the other keys, and the prompt's state
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import socketserver
 import struct
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 from runtime.errors import ConfigurationError
@@ -27,7 +31,7 @@ from runtime.page_store.protocol import StoreSpace
 
 logger = logging.getLogger("penstock.core")
 
-EXISTS, GET = 1, 2
+EXISTS, GET, WATCH = 1, 2, 3
 HEAD = struct.Struct("<BI")  # operation, number of keys
 ANSWER = struct.Struct("<q")  # number of pages, or of bytes; -1: missing
 KEY_BYTES = 32
@@ -39,6 +43,17 @@ REQUEST_S = 10.0  # time in which a decode server must send its greeting, or the
 SEND_S = 30.0  # time in which one answer must be sent
 IDLE_S = 3600.0  # maximum time between two requests of a connection
 DEFAULT_GB = 4.0  # memory for offered pages per rank, in units of 10^9 bytes
+PAGES_AT_ONCE = 64  # maximum number of pages that a decode server requests at a time
+MAX_ENDED = 4096  # maximum number of ended prompts that a prefill server remembers
+ENDED_S = 5.0  # time for which it remembers them
+
+
+class PromptState(IntEnum):
+    """A prompt as a prefill server sees it."""
+
+    UNKNOWN = 0  # it has not arrived, or ended a while ago
+    PENDING = 1  # it waits or is computed, or its pages are not offered yet
+    ENDED = 2  # it has ended, so no further page of it will come
 
 
 def greeting(space: StoreSpace) -> bytes:
@@ -57,6 +72,8 @@ class OfferedPages:
         self._pages: OrderedDict[bytes, bytes] = OrderedDict()
         self._max_bytes = int(float(config.get("max_gb", DEFAULT_GB)) * 10**9)
         self._num_bytes = 0
+        self._pending: Counter[bytes] = Counter()  # number of requests with this prompt, by the prompt's last key
+        self._ended: OrderedDict[bytes, float] = OrderedDict()  # time of the end, by the prompt's last key
         self._lock = threading.Lock()
         self._server: _Server | None = None
         if space.page_bytes:
@@ -72,6 +89,29 @@ class OfferedPages:
     def exists(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             return next((number for number, key in enumerate(keys) if key not in self._pages), len(keys))
+
+    def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes]) -> None:
+        """Note prompts that have arrived, and prompts of which no further page will come, by their last keys."""
+        with self._lock:
+            self._pending.update(begun)
+            for key in ended:
+                self._pending[key] -= 1
+                if self._pending[key] <= 0:
+                    del self._pending[key]
+                self._ended[key] = time.monotonic()
+                self._ended.move_to_end(key)
+            while len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+
+    def prompt_state(self, key: bytes) -> PromptState:
+        """Return the state of a prompt. If it has ended, all pages that will come are there."""
+        with self._lock:
+            if key in self._pending:
+                return PromptState.PENDING
+            ended_s = self._ended.get(key)
+        if ended_s is None or time.monotonic() - ended_s > ENDED_S:
+            return PromptState.UNKNOWN
+        return PromptState.ENDED
 
     def page(self, key: bytes) -> bytes | None:
         """Return the bytes of a page, or None."""
@@ -185,7 +225,7 @@ class _Connection(socketserver.BaseRequestHandler):
             if len(head) < HEAD.size:
                 return
             operation, count = HEAD.unpack(head)
-            if operation not in (EXISTS, GET) or count > MAX_KEYS:
+            if operation not in (EXISTS, GET, WATCH) or count > MAX_KEYS:
                 return
             data = _receive(self.request, count * KEY_BYTES, REQUEST_S)
             if len(data) < count * KEY_BYTES:
@@ -193,6 +233,10 @@ class _Connection(socketserver.BaseRequestHandler):
             keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
             if operation == EXISTS:
                 self._send(ANSWER.pack(pages.exists(keys)))
+                continue
+            if operation == WATCH:
+                state = pages.prompt_state(keys[0] if keys else b"")  # before its pages are counted
+                self._send(ANSWER.pack(pages.exists(keys[1:])) + bytes((state,)))
                 continue
             for key in keys:
                 page = pages.page(key)
@@ -234,21 +278,63 @@ class PeerPages:
     def exists(self, keys: Sequence[bytes]) -> int:
         best = 0
         for peer in self._peers:
-            with self._lock, contextlib.suppress(OSError):
-                count = self._ask(peer, EXISTS, keys[:MAX_KEYS])
-                best = max(best, count)
+            with self._using(peer):
+                best = max(best, self._ask(peer, EXISTS, keys[:MAX_KEYS]))
         return best
 
+    def watch(self, prompt: bytes, keys: Sequence[bytes]) -> tuple[int, PromptState]:
+        """Return how many of the leading keys have a page, and the state of the prompt that computes them.
+
+        `prompt` is the key of its last full page. If no prefill server can be reached, the prompt has ended.
+        """
+        best, states = 0, set[int]()
+        for peer in self._peers:
+            with self._using(peer):
+                count = self._ask(peer, WATCH, [prompt, *keys[: MAX_KEYS - 1]])
+                states.add(_read(self._open[peer], 1)[0])
+                best = max(best, count)
+        if PromptState.PENDING in states:
+            return best, PromptState.PENDING
+        return best, PromptState.UNKNOWN if states == {PromptState.UNKNOWN} else PromptState.ENDED
+
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        size = sum(len(part) for part in parts)
+        return self.get_many([key], [parts]) == 1
+
+    def get_many(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> int:
+        """Read pages, each into its consecutive buffers. Return the number of leading pages that were read."""
+        if any(sum(map(len, parts)) != self._space.page_bytes for parts in pages):
+            return 0
+        count = 0
         for peer in sorted(self._peers, key=lambda each: each != self._last):
-            with self._lock, contextlib.suppress(OSError):
-                if self._ask(peer, GET, [key]) != size:
+            with self._using(peer):
+                before, count = count, self._read_pages(peer, keys, pages, count)
+                if count > before:
+                    self._last = peer
+            if count == len(keys):
+                break
+        return count
+
+    def _read_pages(
+        self, peer: tuple[str, int], keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]], first: int
+    ) -> int:
+        """Read pages from one peer, from index `first` on. Return the index of the first page that it lacks."""
+        unused = [memoryview(bytearray(self._space.page_bytes))]  # for pages after a missing one
+        for begin in range(first, len(keys), PAGES_AT_ONCE):
+            end = min(begin + PAGES_AT_ONCE, len(keys))
+            number, missing = self._ask(peer, GET, keys[begin:end]), None
+            for index in range(begin, end):
+                if index > begin:
+                    number = ANSWER.unpack(_read(self._open[peer], ANSWER.size))[0]
+                if number == -1:
+                    missing = index if missing is None else missing
                     continue
-                page = _read(self._open[peer], size)
-                self._last = peer
-                return _spread(page, parts)
-        return False
+                if number != self._space.page_bytes:
+                    raise ConnectionResetError
+                for part in pages[index] if missing is None else unused:
+                    _read_into(self._open[peer], part)
+            if missing is not None:
+                return missing
+        return len(keys)
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
         """Do nothing, because a decode server offers no pages."""
@@ -265,28 +351,31 @@ class PeerPages:
                 connection.close()
             self._open.clear()
 
+    @contextlib.contextmanager
+    def _using(self, peer: tuple[str, int]) -> Iterator[None]:
+        """Use the connection to a peer. An OSError closes the connection and ends the block."""
+        with self._lock:
+            try:
+                yield
+            except OSError:
+                self._drop(peer)
+
+    def _drop(self, peer: tuple[str, int]) -> None:
+        if (connection := self._open.pop(peer, None)) is not None:
+            connection.close()
+
     def _ask(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
-        """Send a request, and return the number in its answer. Raises OSError after it closes the connection.
+        """Send a request, and return the first number of its answer.
 
         If the peer has closed an open connection in the meantime, the request is sent again on a new one.
         """
+        request = HEAD.pack(operation, len(keys)) + b"".join(keys)
         if peer in self._open:
-            with contextlib.suppress(ConnectionError):
-                return self._ask_once(peer, operation, keys)
-        return self._ask_once(peer, operation, keys)
-
-    def _ask_once(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
-        try:
-            connection = self._connection(peer)
-            connection.sendall(HEAD.pack(operation, len(keys)) + b"".join(keys))
-            number = ANSWER.unpack(_read(connection, ANSWER.size))[0]
-            if operation == GET and number not in (-1, self._space.page_bytes):
-                raise ConnectionResetError
-            return number
-        except OSError:
-            if (connection := self._open.pop(peer, None)) is not None:
-                connection.close()
-            raise
+            try:
+                return _exchange(self._open[peer], request)
+            except ConnectionError:
+                self._drop(peer)
+        return _exchange(self._connection(peer), request)
 
     def _connection(self, peer: tuple[str, int]) -> socket.socket:
         if peer not in self._open:
@@ -313,16 +402,27 @@ def _line(connection: socket.socket) -> bytes:
     return line
 
 
+def _exchange(connection: socket.socket, request: bytes) -> int:
+    """Send a request, and return the first number of its answer."""
+    connection.sendall(request)
+    return ANSWER.unpack(_read(connection, ANSWER.size))[0]
+
+
 def _read(connection: socket.socket, size: int) -> bytes:
     """Return exactly `size` bytes. Raises OSError if the connection ends first."""
     data = bytearray(size)
-    view, start = memoryview(data), 0
-    while start < size:
-        count = connection.recv_into(view[start:])
+    _read_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(connection: socket.socket, part: memoryview) -> None:
+    """Fill a buffer of bytes. Raises OSError if the connection ends first."""
+    start = 0
+    while start < len(part):
+        count = connection.recv_into(part[start:])
         if not count:
             raise ConnectionResetError
         start += count
-    return bytes(data)
 
 
 def _spread(page: bytes, parts: Sequence[memoryview]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from runtime.errors import ConfigurationError
 
@@ -59,6 +59,15 @@ class PageStore(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsMany(Protocol):
+    """A store that reads several pages at once, which saves round trips to another machine."""
+
+    def get_many(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> int:
+        """Read pages, each into its consecutive buffers. Return the number of leading pages that were read."""
+        ...
+
+
 class CheckedStore:
     """Adds a checksum of key and bytes to each page, and verifies it at each read."""
 
@@ -77,6 +86,23 @@ class CheckedStore:
         self.num_corrupt += 1
         self.store.delete([key])
         return False
+
+    def get_many(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
+        """Read pages into their buffers. Return the number of leading pages that were present and right."""
+        if not isinstance(self.store, ReadsMany):
+            for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
+                if self.closing or not self.get(key, page):
+                    return number
+            return len(keys)
+        checksums = [bytearray(CHECKSUM_BYTES) for _ in keys]
+        parts = [[page, memoryview(checksum)] for page, checksum in zip(pages, checksums, strict=True)]
+        count = self.store.get_many(keys, parts)
+        for number, (key, page, checksum) in enumerate(zip(keys[:count], pages, checksums)):
+            if _checksum(key, page) != checksum:
+                self.num_corrupt += 1
+                self.store.delete([key])
+                return number
+        return count
 
     def set(self, key: bytes, page: memoryview) -> None:
         """Store a page with its checksum, unless the store already has it."""

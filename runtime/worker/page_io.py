@@ -12,10 +12,12 @@ from torch import Tensor
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.mesh.rank_info import RankInfo
 from runtime.page_store.opening import open_store
+from runtime.page_store.peers import OfferedPages
 from runtime.page_store.protocol import CHECKSUM_BYTES, CheckedStore, StoreSpace
 from runtime.worker.device import Device, Event
 
 DEFAULT_THREADS = 2
+READ_AT_ONCE = 64  # maximum number of pages read from the store at a time
 NOT_ATTACHED = "No storage is attached to this rank."
 
 
@@ -87,6 +89,11 @@ class PageIO:
         store, threads, _ = self._begin()
         return threads.submit(store.store.clear)
 
+    def note_prompts(self, begun: Sequence[bytes], ended: Sequence[bytes]) -> None:
+        """Tell the store of a prefill server which prompts have begun and ended. Other stores need no notes."""
+        if self._store is not None and isinstance(self._store.store, OfferedPages):
+            self._store.store.note_prompts(begun, ended)
+
     def _begin(self) -> tuple[CheckedStore, ThreadPoolExecutor, Event]:
         if self._store is None or self._threads is None:
             raise InvalidRequest(NOT_ATTACHED)
@@ -96,15 +103,17 @@ class PageIO:
     def _load(self, store: CheckedStore, items: list[tuple[bytes, int]], reached: Event) -> dict[str, int]:
         reached.wait()
         count = 0
-        for key, page in items:
+        for begin in range(0, len(items), READ_AT_ONCE):
+            part = items[begin : begin + READ_AT_ONCE]
             if store.closing:
                 break
             try:
-                if not self._read(store, key, page):
-                    break
+                number = self._read(store, part)
             except Exception:  # an error of the store counts as a miss
                 break
-            count += 1
+            count += number
+            if number < len(part):
+                break
         return {"count": count, "corrupt": self._num_corrupt + store.num_corrupt}
 
     def _save(self, store: CheckedStore, items: list[tuple[bytes, int]], reached: Event) -> dict[str, int]:
@@ -119,18 +128,20 @@ class PageIO:
                 failed += 1
         return {"failed": failed}
 
-    def _read(self, store: CheckedStore, key: bytes, page: int) -> bool:
+    def _read(self, store: CheckedStore, items: Sequence[tuple[bytes, int]]) -> int:
+        """Read pages into their host pages. Return the number of leading pages that were present and right."""
+        keys = [key for key, _ in items]
         if len(self._blocks) == 1:
-            return store.get(key, memoryview(self._blocks[0][page]))
-        whole = bytearray(self.page_bytes)
-        if not store.get(key, memoryview(whole)):
-            return False
-        start = 0
-        for block in self._blocks:
-            width = block.shape[1]
-            memoryview(block[page])[:] = whole[start : start + width]
-            start += width
-        return True
+            return store.get_many(keys, [memoryview(self._blocks[0][page]) for _, page in items])
+        wholes = [bytearray(self.page_bytes) for _ in items]
+        count = store.get_many(keys, [memoryview(whole) for whole in wholes])
+        for (_, page), whole in zip(items[:count], wholes):
+            start = 0
+            for block in self._blocks:
+                width = block.shape[1]
+                memoryview(block[page])[:] = whole[start : start + width]
+                start += width
+        return count
 
     def _bytes_of(self, page: int) -> memoryview:
         if len(self._blocks) == 1:

@@ -121,8 +121,13 @@ def clear_storage(rank: RankState, payload: Mapping[str, Any]) -> Future[None]:
     return _pages(rank).clear()
 
 
-def _keys(payload: Mapping[str, Any]) -> list[bytes]:
-    return [bytes.fromhex(key) for key in payload["keys"]]
+def note_prompts(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Tell the store of a prefill server which prompts have begun and ended (see `OfferedPages.note_prompts`)."""
+    _pages(rank).note_prompts(_keys(payload, "begun"), _keys(payload, "ended"))
+
+
+def _keys(payload: Mapping[str, Any], name: str = "keys") -> list[bytes]:
+    return [bytes.fromhex(key) for key in payload[name]]
 
 
 def _pages(rank: RankState) -> PageIO:
@@ -152,4 +157,5 @@ VERBS: Mapping[str, Verb] = {
     "save_pages": save_pages,
     "delete_pages": delete_pages,
     "clear_storage": clear_storage,
+    "note_prompts": note_prompts,
 }

@@ -25,7 +25,9 @@ from starlette.types import Receive, Scope, Send
 
 from serve.background import background_tasks
 from serve.http.access import PREFILLED
-from serve.http.forwarding import MAX_BODY_BYTES, failure, read_body, too_large
+from serve.http.errors import Failure
+from serve.http.forwarding import MAX_BODY_BYTES, read_body
+from serve.server.forwarded_errors import STREAMS, error_end, error_response
 
 KIND = "RouterError"
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit on the bodies of all requests in progress
@@ -138,12 +140,15 @@ class Router:
                 async with asyncio.timeout(BODY_S):
                     body = await read_body(request, held.add)
             except TimeoutError:
-                return failure(KIND, 408, f"The body did not arrive within {BODY_S:g} seconds.")
+                return _failure(request, 408, f"The body did not arrive within {BODY_S:g} seconds.")
             except _TooManyBytes:
-                return failure(KIND, 503, "Too many large bodies are in progress; retry later.", {"retry-after": "1"})
+                text = "Too many large bodies are in progress; retry later."
+                return _failure(request, 503, text, {"retry-after": "1"})
             except ClientDisconnect:
                 return Response(status_code=499)
-            return too_large(KIND) if body is None else await self._route(request, body, held, stack)
+            if body is None:
+                return _failure(request, 413, f"The body has more than {MAX_BODY_BYTES} bytes.")
+            return await self._route(request, body, held, stack)
 
     async def _route(self, request: Request, body: bytes, held: _Held, stack: AsyncExitStack) -> Response:
         """Forward a request. `stack` is closed when the answer is complete."""
@@ -177,15 +182,15 @@ class Router:
             sent = self._client.build_request(request.method, url + path, headers=list(headers), content=body)
             answer = await _unless_left(request, self._client.send(sent, stream=True))
         except httpx.TimeoutException:
-            return failure(KIND, 504, f"The decode server {url} did not answer in time.")
+            return _failure(request, 504, f"The decode server {url} did not answer in time.")
         except httpx.HTTPError as error:
-            return failure(KIND, 502, f"The decode server {url} cannot be reached: {type(error).__name__}.")
+            return _failure(request, 502, f"The decode server {url} cannot be reached: {type(error).__name__}.")
         except httpx.InvalidURL:
-            return failure(KIND, 400, "The path is not valid.")
+            return _failure(request, 400, "The path is not valid.")
         if answer is None:
             return Response(status_code=499)
         stack.push_async_callback(answer.aclose)
-        response = _Forwarded(answer, url, stack.pop_all())
+        response = _Forwarded(answer, request.url.path, url, stack.pop_all())
         response.raw_headers = [
             (name.lower(), value) for name, value in answer.headers.raw if name.lower() != b"transfer-encoding"
         ]
@@ -195,8 +200,8 @@ class Router:
 class _Forwarded(StreamingResponse):
     """The answer of a server. Closes `stack` when the answer has been sent or the client has left."""
 
-    def __init__(self, answer: httpx.Response, url: str, stack: AsyncExitStack) -> None:
-        super().__init__(_parts(answer, url), status_code=answer.status_code)
+    def __init__(self, answer: httpx.Response, path: str, url: str, stack: AsyncExitStack) -> None:
+        super().__init__(_parts(answer, path, url), status_code=answer.status_code)
         self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,28 +230,33 @@ def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float
     return Starlette(routes=[Route("/{path:path}", handle, methods=METHODS)], lifespan=lifespan)
 
 
-async def _parts(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
-    """Yield the parts of the answer. If the decode server fails during an event stream, end it with an error event.
+def _failure(request: Request, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return error_response(request.url.path, Failure(status, KIND, message, headers=headers))
+
+
+async def _parts(answer: httpx.Response, path: str, url: str) -> AsyncIterator[bytes]:
+    """Yield the parts of the answer. If the decode server fails during a stream, end it with an error of its API.
 
     If it fails during any other answer or a compressed stream, raise the connection's error.
     """
     headers = answer.headers
-    if not headers.get("content-type", "").startswith("text/event-stream") or "content-encoding" in headers:
+    if not headers.get("content-type", "").startswith(STREAMS) or "content-encoding" in headers:
         async for part in answer.aiter_raw():
             yield part
         return
-    line: list[bytes] = []  # the parts of an incomplete line, which must not precede the error event
+    line: list[bytes] = []  # the parts of an incomplete line, which must not precede the error
+    last = b""  # the last complete lines
     try:
         async for part in answer.aiter_raw():
             lines, newline, rest = part.rpartition(b"\n")
             if newline:
-                yield b"".join((*line, lines, newline))
+                yield (last := b"".join((*line, lines, newline)))
                 line = []
             if rest:
                 line.append(rest)
     except httpx.HTTPError as error:
-        body = failure(KIND, 502, f"The decode server {url} failed during the answer: {type(error).__name__}.").body
-        yield b"\n\ndata: " + bytes(body) + b"\n\n"  # the empty line ends the last event
+        message = f"The decode server {url} failed during the answer: {type(error).__name__}."
+        yield error_end(path, Failure(502, KIND, message), last)
     else:
         yield b"".join(line)
 

@@ -23,12 +23,14 @@ from starlette.types import Scope
 from serve.calls.body import INLINE_BYTES, off_loop
 from serve.calls.served_model import ANY_MODEL
 from serve.http.access import RouteScope
-from serve.http.forwarding import error_body, failure, read_body, too_large
+from serve.http.errors import Failure
+from serve.http.forwarding import failure, read_body, too_large
 from serve.native.admin import METRICS_TYPE
 from serve.on_ray.joined_metrics import joined_metrics
 from serve.on_ray.local_server import REPLICA_HEADER
 from serve.on_ray.prompt_key import PromptKey, RequestFields, prompt_key
 from serve.server.app import ROUTES
+from serve.server.forwarded_errors import STREAMS, error_end
 
 KIND = "ReplicaError"
 ATTEMPTS = 3  # maximum number of replicas that a request tries, if each ends before its answer begins
@@ -103,7 +105,7 @@ class Ingress:
             except (RayActorError, StopAsyncIteration):
                 logger.warning("A replica ended before its answer began; the request goes to another one.")
                 continue
-            response = StreamingResponse(_body(parts, dict(headers)), status_code=status)
+            response = StreamingResponse(_body(parts, scope["path"], dict(headers)), status_code=status)
             response.raw_headers = [field for field in headers if field[0] != b"x-request-id"]  # Ray Serve adds it
             return response
         return failure(KIND, 503, LOST, {"retry-after": "1"})
@@ -177,19 +179,19 @@ def _response(answer: Answer) -> Response:
     return Response(body, status_code=status, headers={"content-type": media_type.decode()} if media_type else None)
 
 
-async def _body(parts: Any, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:
+async def _body(parts: Any, path: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:
     """Yield the parts of the body.
 
-    If the replica ends, a stream of events ends with an error event. Any other body is cut off, which a client detects
-    by its length.
+    If the replica ends, a stream of events or lines ends with an error in the format of the request's API. Any other
+    body is cut off, which a client detects by its length.
     """
     try:
         async for part in parts:
             yield part
     except (RayActorError, RayTaskError):
         logger.warning("A replica ended during an answer.")
-        if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+        if not headers.get(b"content-type", b"").decode("latin-1").startswith(STREAMS):
             raise
-        yield b"data: " + error_body(KIND, LOST) + b"\n\n"
+        yield error_end(path, Failure(503, KIND, LOST))
     finally:
         parts.cancel()  # does nothing after the end of the answer

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import greedy
+import runtime.actors.storage as storage_module
 from http_server import serving as app_serving
 from lora_adapters import adapter
 from runtime.errors import ConfigurationError, InvalidRequest
@@ -105,10 +106,11 @@ async def test_outputs_are_those_of_one_server_and_pages_travel() -> None:
         assert answer["text"].lstrip().startswith("{")
 
 
-async def test_without_a_prefill_server_the_prompt_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_a_prefill_server_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = await plain(PROMPTS[:2])
     async with pair() as (prefill, _, url):
         await prefill.aclose()
+        monkeypatch.setattr(storage_module, "STALL_S", 600.0)  # the decode server cannot reach it, so it does not wait
         answers = await outputs(url, PROMPTS[:2])
         assert [answer["text"] for answer in answers] == reference
         assert all(answer["meta_info"]["cached_tokens"] == 0 for answer in answers)
@@ -325,24 +327,45 @@ async def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None
 
 
 @pytest.mark.parametrize("headers", [{}, {"content-encoding": "gzip"}])
-async def test_an_error_event_follows_only_complete_lines(headers: dict[str, str]) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses", "/api/chat"])
+async def test_a_stream_of_a_lost_server_ends_with_an_error_of_its_api(path: str, headers: dict[str, str]) -> None:
+    """Only complete lines precede the error."""
+    is_lines = path.startswith("/api/")
+    before, between = (b"", b"\n") if is_lines else (b"data: ", b"\n\n")
+
     async def sent() -> AsyncIterator[bytes]:
-        yield b'data: {"a": 1}\n\nda'
-        yield b'ta: {"a"'
-        yield b": 2}\n\ndata: {"
+        yield before + b'{"a": 1}' + between + before[:2]
+        yield before[2:] + b'{"sequence_number"'
+        yield b":41}" + between + before + b"{"
         raise httpx.ReadError("reset")
 
-    answer = httpx.Response(200, headers={"content-type": "text/event-stream", **headers}, content=sent())
+    kind = "application/x-ndjson" if is_lines else "text/event-stream"
+    answer = httpx.Response(200, headers={"content-type": kind, **headers}, content=sent())
     parts: list[bytes] = []
     try:
-        parts += [part async for part in router_module._parts(answer, "http://decode")]
+        parts += [part async for part in router_module._parts(answer, path, "http://decode")]
     except httpx.ReadError:
         assert headers, "bytes after a compressed stream would break it"
         return
-    events = [json.loads(line[6:]) for line in b"".join(parts).splitlines() if line]
-    assert events[:2] == [{"a": 1}, {"a": 2}]
-    assert "http://decode failed during the answer" in events[2]["error"]["message"]
-    assert len(events) == 3
+    lines = [line for line in b"".join(parts).splitlines() if line]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines if not line.startswith(b"event: ")]
+    assert events[:2] == [{"a": 1}, {"sequence_number": 41}]
+    message = "The decode server http://decode failed during the answer: ReadError."
+    assert lines.count(b"event: error") == (path in ("/v1/messages", "/v1/responses"))
+    error: Any = {"message": message, "type": "RouterError", "param": None, "code": None}
+    expected: dict[str, Any] = {
+        "/v1/completions": {"error": error},
+        "/v1/messages": {"type": "error", "error": {"type": "api_error", "message": message}, "request_id": None},
+        "/v1/responses": {
+            "type": "error",
+            "sequence_number": 42,
+            "code": "server_error",
+            "message": message,
+            "param": None,
+        },
+        "/api/chat": {"error": message},
+    }
+    assert events[2:] == [expected[path]]
 
 
 def replicas(**options: Any) -> Engine:

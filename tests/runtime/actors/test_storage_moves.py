@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+import runtime.actors.storage as storage_module
 from runtime.actors.storage import Storage
 from runtime.errors import InvalidRequest
+from runtime.page_store.peers import PromptState
+from runtime.request import Caller, Request
+from runtime.sequence import Sequence
 
 
 async def test_a_failed_load_leaves_no_copy_unsettled() -> None:
@@ -43,24 +49,53 @@ async def test_a_failed_load_leaves_no_copy_unsettled() -> None:
     assert settled == [(new, True)]
 
 
+class Prefilling:
+    """A decode server's lookups of one prompt. `answers` has the results of its polls; the last one is repeated."""
+
+    def __init__(self, *answers: tuple[int, PromptState]) -> None:
+        self.answers, self.num_polls, self.is_scheduled = [*answers], 0, True
+
+    def watch(self, prompt: bytes, keys: list[bytes]) -> tuple[int, PromptState]:
+        self.num_polls += 1
+        assert self.num_polls < 99
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    def exists(self, keys: list[bytes]) -> int:
+        raise AssertionError
+
+    def __contains__(self, sequence: object) -> bool:
+        return self.is_scheduled
+
+    async def found(self) -> int:
+        sequence = Sequence(
+            Request(caller=Caller(prefilled=True)), 0, list(range(40)), max_tokens=1, stop_ids=frozenset(), seed=0
+        )
+        plan = SimpleNamespace(cache=SimpleNamespace(prefetch_policy="wait_complete", storage="decode", page_size=16))
+        storage: Any = Storage(plan, "", "", SimpleNamespace(attached=True), self, None)  # type: ignore[arg-type]
+        wanted: Any = SimpleNamespace(keys=[b"a", b"b"], first=0, sequences=[sequence])
+        return await storage._found(self, wanted)
+
+
 async def test_pages_of_aborted_requests_are_not_awaited() -> None:
     """No server computes the rest of their prompts, and other requests wait to load pages."""
-    sequence: Any = SimpleNamespace(request=SimpleNamespace(caller=SimpleNamespace(prefilled=True)))
-    scheduled, polls = {id(sequence)}, []
+    prefilling = Prefilling((0, PromptState.PENDING))
+    watch = prefilling.watch
 
-    class Scheduler:
-        def __contains__(self, each: object) -> bool:
-            return id(each) in scheduled
+    def third(prompt: bytes, keys: list[bytes]) -> tuple[int, PromptState]:
+        prefilling.is_scheduled = prefilling.num_polls < 2
+        return watch(prompt, keys)
 
-    def exists(keys: list[bytes]) -> int:
-        polls.append(keys)
-        if len(polls) == 3:
-            scheduled.clear()
-        assert len(polls) < 9
-        return 1
+    prefilling.watch = third
+    assert await prefilling.found() == 0
+    assert prefilling.num_polls == 3
 
-    plan = SimpleNamespace(cache=SimpleNamespace(prefetch_policy="wait_complete", storage="decode"))
-    storage: Any = Storage(plan, "", "", SimpleNamespace(attached=True), Scheduler(), None)  # type: ignore[arg-type]
-    wanted: Any = SimpleNamespace(keys=[b"a", b"b"], first=0, sequences=[sequence])
-    assert await storage._found(SimpleNamespace(exists=exists), wanted) == 1
-    assert len(polls) == 3
+
+async def test_a_pending_prompt_is_awaited_and_an_ended_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "STALL_S", 0.0)  # a prompt that has not arrived would be given up at once
+    prefilling = Prefilling(*[(0, PromptState.PENDING)] * 9, (1, PromptState.PENDING), (1, PromptState.ENDED))
+    assert await prefilling.found() == 2
+    assert prefilling.num_polls == 11
+    monkeypatch.setattr(storage_module, "STALL_S", 600.0)
+    prefilling = Prefilling((0, PromptState.UNKNOWN), (1, PromptState.PENDING), (0, PromptState.ENDED))
+    assert await prefilling.found() == 1, "it has failed, so no further page comes"
+    assert prefilling.num_polls == 3

@@ -8,19 +8,23 @@ from collections.abc import Iterator
 import pytest
 
 from runtime.page_store import peers
-from runtime.page_store.peers import EXISTS, HEAD, OfferedPages, PeerPages, greeting
+from runtime.page_store.peers import EXISTS, HEAD, OfferedPages, PeerPages, PromptState, greeting
 from runtime.page_store.protocol import StoreSpace
 
 SPACE = StoreSpace("model", 0, 1, 8)
 KEY = b"k" * 32
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
+def offered() -> tuple[int, OfferedPages]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = free.getsockname()[1]
-    pages = OfferedPages(SPACE, {"host": "127.0.0.1", "port": number})
+    return number, OfferedPages(SPACE, {"host": "127.0.0.1", "port": number})
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    number, pages = offered()
     pages.set(KEY, [b"12345678"])
     yield number
     pages.close()
@@ -99,4 +103,46 @@ def test_a_connection_that_the_server_closed_is_made_again(port: int, monkeypatc
     assert connection.recv(1) == b""  # the server has closed it
     monkeypatch.setattr(peers, "IDLE_S", 10.0)
     assert store.exists([KEY]) == 1
+    store.close()
+
+
+def test_many_pages_are_read_from_several_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PAGES_AT_ONCE", 3)
+    keys, made = [bytes([number]) * 32 for number in range(10)], [offered(), offered()]
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", number] for number, _ in made]})
+    try:
+        for number, key in enumerate(keys[:9]):
+            made[number // 5][1].set(key, [b"page%04d" % number])
+        made[0][1].set(keys[7], [b"page0007"])  # after pages that this server lacks
+        buffers = [bytearray(8) for _ in keys]
+        assert store.get_many(keys, [[memoryview(each)[:3], memoryview(each)[3:]] for each in buffers]) == 9
+        assert buffers == [b"page%04d" % number for number in range(9)] + [bytes(8)]
+        made[1][1].close()
+        assert store.get_many(keys, [[memoryview(each)] for each in buffers]) == 5
+        assert store.get_many(keys[:1], [[memoryview(bytearray(7))]]) == 0, "a page has eight bytes"
+        assert store.exists(keys) == 5, "the connection is still usable"
+    finally:
+        store.close()
+        for _, pages in made:
+            pages.close()
+
+
+def test_prompts_are_unknown_pending_and_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, (number, pages) = b"p" * 32, offered()
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", port], ["127.0.0.1", number]]})
+    try:
+        assert store.watch(prompt, [KEY, prompt]) == (1, PromptState.UNKNOWN)
+        pages.note_prompts([prompt, prompt], [])
+        pages.note_prompts([], [prompt])
+        assert store.watch(prompt, [KEY]) == (1, PromptState.PENDING), "a second request has the same prompt"
+        pages.note_prompts([], [prompt])
+        assert pages.prompt_state(prompt) == PromptState.ENDED
+        assert store.watch(prompt, []) == (0, PromptState.ENDED)
+        monkeypatch.setattr(peers, "ENDED_S", 0.0)
+        assert pages.prompt_state(prompt) == PromptState.UNKNOWN
+    finally:
+        store.close()
+        pages.close()
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]]})
+    assert store.watch(prompt, [KEY]) == (0, PromptState.ENDED), "no server can be reached"
     store.close()

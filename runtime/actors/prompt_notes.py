@@ -1,0 +1,56 @@
+"""Tells decode servers which prompts this prefill server still computes, and which have ended.
+
+A decode server waits for the pages of a pending prompt, however long the queue is. If a prompt has ended, and pages of
+it are missing, the decode server computes them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from runtime.kv_cache.page_keys import page_keys
+from runtime.kv_cache.storage_tier import StorageTier
+from runtime.scheduler.scheduler import Scheduler
+from runtime.sequence import Sequence
+
+
+def prompt_keys(sequence: Sequence, page_size: int) -> list[bytes]:
+    """Return the keys of the full pages before the prompt's last token. The last key names the prompt on all servers.
+
+    Empty if there is no such page, or if pages of the prompt are not sent because it has an adapter.
+    """
+    if sequence.request.adapter is not None:
+        return []
+    return page_keys(sequence, (sequence.num_prompt - 1) // page_size, page_size)
+
+
+class PromptNotes:
+    """The prompts of a prefill server. `take` returns the changes since the last call."""
+
+    def __init__(self, tier: StorageTier, scheduler: Scheduler, page_size: int) -> None:
+        self._tier = tier
+        self._scheduler = scheduler
+        self._page_size = page_size
+        self._pending: dict[Sequence, list[bytes]] = {}
+        self._begun: list[bytes] = []
+        self._ended: list[bytes] = []
+
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Note prompts that arrive. Called even if they are refused."""
+        for sequence in sequences:
+            keys = prompt_keys(sequence, self._page_size)
+            if keys and sequence not in self._pending:
+                self._pending[sequence] = list(keys)
+                self._begun.append(keys[-1])
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the keys of prompts that have begun, and of prompts of which no further page will be saved."""
+        ended = [
+            sequence
+            for sequence, keys in self._pending.items()
+            if sequence not in self._scheduler and not self._tier.has_leaving(keys)
+        ]
+        self._ended += [self._pending.pop(sequence)[-1] for sequence in ended]
+        notes = self._begun, self._ended
+        self._begun, self._ended = [], []
+        return notes
