@@ -12,30 +12,20 @@ free pages. If outputs lack pages too, a sequence is retracted.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Literal
+from collections.abc import Iterable
 
-import numpy as np
-from numpy.typing import NDArray
-
-from runtime.batch import UNKNOWN, Batch, Branches, Drafts, Ints, MediaSpan, PromptLogprobs, StepStats
+from runtime.batch import Batch
 from runtime.config.plan import SchedulerPlan
-from runtime.constraint import DraftData
-from runtime.kv_cache.prefix_cache import NONE_HELD, Duplicates, PrefixCache, reusable_tokens
-from runtime.media_source import PromptMedia
-from runtime.scheduler.adapter_slots import AdapterSlots
-from runtime.scheduler.branches import Branch, page_copies
+from runtime.kv_cache.prefix_cache import NONE_HELD, PrefixCache, reusable_tokens
 from runtime.scheduler.budget import SCORED_TOKENS, NewTokenRatio, PromptBudget
 from runtime.scheduler.drafting import Drafting
 from runtime.scheduler.fast_forward import FastForward
 from runtime.scheduler.queue import WaitingQueue
-from runtime.scheduler.request_tables import RequestTables, Running
+from runtime.scheduler.request_tables import Running
+from runtime.scheduler.retraction import Retraction
+from runtime.scheduler.step_rows import StepRows
 from runtime.sequence import Sequence
-from runtime.speculative.model_drafts import DRAFT
 
-NO_BRANCHES: Mapping[Sequence, list[Branch]] = MappingProxyType({})
 MAX_DEFERRED = 16  # waiting sequences that one step may look up and defer
 MAX_WITHOUT_SLOT = 256  # waiting sequences that one step may skip because their adapters have no slot
 
@@ -53,7 +43,7 @@ class BatchBuilder:
         drafting: Drafting,
     ) -> None:
         self.new_token_ratio = NewTokenRatio(plan)
-        self.num_retracted = 0  # retractions since the start
+        self.retraction = Retraction(plan, cache, running, waiting, self.new_token_ratio)
         self.num_recomputed = 0  # tokens recomputed after retractions, since the start
         # Limits on prompt tokens: in a prefill-only step, and in a mixed step. None: only the plan limits them.
         self.prompt_limits: tuple[int | None, int | None] = (None, None)
@@ -77,13 +67,13 @@ class BatchBuilder:
         self._cache.begin_step()
         if self._waiting and self._waiting.allowed is None:
             if self._plan.priorities:
-                self._preempt()
-            self._share()
+                self.retraction.preempt()
+            self.retraction.share()
         if self._running.stalled:
             self._running.resume()
         self._fast_forward.append()
         decodes, prompts, followers = self._unfinished()
-        step = _StepRows(self._plan.max_micro_batch, self._plan.max_forced)
+        step = StepRows(self._plan.max_micro_batch, self._plan.max_forced)
         if self._plan.mixed:
             self._add_decodes(step, decodes)
             self._add_prompts(step, prompts)
@@ -111,69 +101,6 @@ class BatchBuilder:
         if self._cache.kinds:
             self._cache.filled(batch)
         return batch
-
-    def _preempt(self) -> None:
-        """Retract running sequences if the most urgent waiting sequence does not fit.
-
-        A sequence may be retracted only if its urgency is lower by more than `preemption_threshold`. The least urgent
-        sequences are retracted first, and among equally urgent sequences the newest.
-        """
-        first = next(iter(self._waiting.ordered()), None)
-        if first is None or first.num_pending or first in self._cache.held:
-            return
-        limit = first.urgency - self._plan.preemption_threshold
-        victims = [sequence for sequence in reversed(list(self._running)) if sequence.urgency < limit]
-        self._make_room(first, sorted(victims, key=lambda sequence: sequence.urgency))
-
-    def _share(self) -> None:
-        """Retract sequences of the owners (clients) with the largest shares, if an owner with a smaller share waits.
-
-        Sequences are retracted only if no further row fits. An owner keeps at least the share that the waiting owner
-        then has, so that two owners never retract each other's sequences in turn. The newest sequences are retracted
-        first.
-        """
-        running = self._running
-        if not running.full and running.tables.num_free:
-            return
-        if not self._waiting.is_owed_row:
-            return
-        first = next(iter(self._waiting.ordered()), None)
-        if first is None or first.num_pending or first in self._cache.held:
-            return
-        running.adapters.begin_admission()
-        if not running.adapters.can_enter(first):  # another waiting sequence would get the free row
-            return
-        owners, counts, victims = running.owners, Counter(running.owners.counts), []
-        for sequence in reversed(list(running)):
-            owner = sequence.request.owner
-            if sequence.urgency <= first.urgency and owners.yields(owner, first.request.owner, counts):
-                victims.append(sequence)
-                counts[owner] -= 1
-        victims.sort(key=lambda sequence: owners.of(sequence.request.owner), reverse=True)
-        self._make_room(first, victims)
-
-    def _make_room(self, first: Sequence, victims: list[Sequence]) -> None:
-        """Retract `victims` in order until the waiting sequence `first` fits.
-
-        If the pages and rows of all victims would not be enough, none is retracted.
-        """
-        if not victims:
-            return
-        size, estimate = self._cache.page_size, self.new_token_ratio
-        self._cache.lock(first)
-        lacking = estimate.pages_at_first(first, size) - self._cache.num_available
-        self._cache.release(first, keep=False)
-        lacking += sum(estimate.pages_ahead(sequence, size) for sequence in self._running)
-        num_rows, chosen = self._running.tables.num_free, []
-        for victim in victims:
-            if lacking <= 0 and num_rows:
-                break
-            chosen.append(victim)
-            num_rows += 1
-            lacking -= len(victim.pages) + estimate.pages_ahead(victim, size)
-        if lacking <= 0 and num_rows:
-            for victim in chosen:
-                self._retract(victim)
 
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """Return three lists of running sequences: decodes, prompts and followers.
@@ -218,10 +145,10 @@ class BatchBuilder:
         share = -(-num_decoding // self._plan.micro_batches)
         return min(share, self._plan.max_micro_batch or share)
 
-    def _add_decodes(self, step: _StepRows, decodes: list[Sequence]) -> None:
+    def _add_decodes(self, step: StepRows, decodes: list[Sequence]) -> None:
         size = self._cache.page_size
         at_page_end = [sequence for sequence in decodes if sequence.num_computed % size == 0]
-        while len(at_page_end) > self._cache.num_available and self._retract_one():
+        while len(at_page_end) > self._cache.num_available and self.retraction.retract_one():
             step.retracted = True
             decodes = [sequence for sequence in decodes if sequence.sequence_index >= 0]
             at_page_end = [sequence for sequence in at_page_end if sequence.sequence_index >= 0]
@@ -232,7 +159,7 @@ class BatchBuilder:
             step.add_drafts(proposed, branches=self._drafting.branch(proposed))
         step.add_decodes(decodes)
 
-    def _may_add_followers(self, step: _StepRows) -> bool:
+    def _may_add_followers(self, step: StepRows) -> bool:
         """Return whether sequences with draft tokens in flight get a row in this step.
 
         Without a draft model, these rows have no draft tokens. A step of only such rows would cost more than it gains:
@@ -242,7 +169,7 @@ class BatchBuilder:
             return self._drafting.by_model
         return bool(step.num_decodes) or self._plan.mixed
 
-    def _add_followers(self, step: _StepRows, followers: list[Sequence]) -> None:
+    def _add_followers(self, step: StepRows, followers: list[Sequence]) -> None:
         """Add a row for each of these sequences with draft tokens in flight.
 
         A draft model may propose further tokens for the row.
@@ -259,36 +186,7 @@ class BatchBuilder:
             step.add_drafts(proposed, starts_known=False)
         step.add_decodes(found, starts_known=False)
 
-    def _retract_one(self) -> bool:
-        """Retract one running sequence to the head of its owner's queue. Return False if fewer than two sequences run.
-
-        The sequence with the lowest urgency is retracted. Ties are broken by the owner with the largest share,
-        then by the fewest output tokens, the longest prompt and the latest admission. A sequence that runs alone always
-        has enough pages.
-        """
-        if len(self._running) < 2:
-            return False
-        victim = min(
-            reversed(list(self._running)),
-            key=lambda sequence: (
-                sequence.urgency,
-                -self._running.owners.of(sequence.request.owner),
-                sequence.num_output,
-                -sequence.num_prompt,
-            ),
-        )
-        self._retract(victim)
-        self.new_token_ratio.lift(self._running)
-        return True
-
-    def _retract(self, victim: Sequence) -> None:
-        self._waiting.put_back(victim)  # first, so that an exception does not lose the sequence
-        victim.num_retracted = victim.num_computed
-        self._cache.swap_out(victim)
-        self._running.leave(victim)
-        self.num_retracted += 1
-
-    def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
+    def _add_prompts(self, step: StepRows, prompts: list[Sequence]) -> None:
         """Continue cut prompts, then admit waiting sequences, within the budgets and the free pages."""
         if not prompts and not self._waiting:
             return
@@ -308,13 +206,13 @@ class BatchBuilder:
         if not step.retracted:
             self._admit(step, budget)
 
-    def _unblock(self, step: _StepRows, prompts: list[Sequence]) -> None:
+    def _unblock(self, step: StepRows, prompts: list[Sequence]) -> None:
         """Add prompt rows to an empty step, after retractions if necessary, so that the engine never stands still."""
         if step.retracted:
             self._add_prompts(step, prompts)
         if any(sequence.num_pending for sequence in self._running):
             return  # no retraction yet: a sequence with a pending token may end and free its pages
-        while prompts and not step and self._retract_one():
+        while prompts and not step and self.retraction.retract_one():
             step.retracted = True
             self._add_prompts(step, prompts)
 
@@ -344,7 +242,7 @@ class BatchBuilder:
         num_pages = len(sequence.pages) + self._cache.num_available
         return span.end - start if span.end <= num_pages * self._cache.page_size else 0
 
-    def _compute(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
+    def _compute(self, step: StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         self._running.extend(sequence, sequence.num_computed + count)
         if sequence.request.logprobs is not None:
             budget.spend_scored(sequence, sequence.num_computed, count)
@@ -354,7 +252,7 @@ class BatchBuilder:
         if duplicates is not None:
             step.duplicates.append((sequence, duplicates))
 
-    def _admit(self, step: _StepRows, budget: PromptBudget) -> None:
+    def _admit(self, step: StepRows, budget: PromptBudget) -> None:
         running = self._running
         if running.full or not self._waiting or not running.tables.num_free or budget.exhausted:
             return
@@ -403,7 +301,7 @@ class BatchBuilder:
         for sequence in admitted:
             self._waiting.remove(sequence)
 
-    def _start(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
+    def _start(self, step: StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         """Start a waiting sequence and add its first row."""
         num_cached = sequence.num_shared
         self._cache.restore(sequence)
@@ -433,302 +331,3 @@ class BatchBuilder:
             and other.keys[start:end] == sequence.keys[start:end]
             for other in unfinished
         )
-
-
-class _StepRows:
-    """The rows of the batch being built.
-
-    Adding a row also updates its sequence: `num_computed`, and `num_pending` if the row samples.
-    """
-
-    __slots__ = (
-        "_branch_rows",
-        "_counts",
-        "_draft_data",
-        "_drafts",
-        "_embedded",
-        "_max_forced",
-        "_max_rows",
-        "_media",
-        "_mutual_spans",
-        "_prompt_logprobs",
-        "_sampled",
-        "_sequences",
-        "_starts",
-        "_token_ids",
-        "_unknown_starts",
-        "duplicates",
-        "num_cached_tokens",
-        "num_decodes",
-        "num_drafted",
-        "num_forced",
-        "num_new",
-        "num_prompt_tokens",
-        "num_scored",
-        "retracted",
-        "unfinished",
-    )
-
-    def __init__(self, max_rows: int | None, max_forced: int = 0) -> None:
-        self._max_rows = max_rows
-        self._max_forced = max_forced
-        self._sequences: list[Sequence] = []
-        self._starts: list[int] = []
-        self._counts: list[int] = []
-        self._token_ids: list[int] = []
-        self._sampled: list[int] = []
-        self._drafts: dict[int, int] = {}  # number of proposed tokens, by row
-        self._branch_rows: dict[int, tuple[int, Branch]] = {}  # (row of the trunk, branch), by row
-        self._draft_data: dict[int, DraftData] = {}  # for rows with a constraint and draft tokens, by row
-        self._unknown_starts: list[int] = []  # rows whose first position is known only to the device
-        self._embedded: list[int] = []
-        self._prompt_logprobs: list[PromptLogprobs] = []
-        self._media: list[MediaSpan] = []
-        self._mutual_spans: list[tuple[int, int, int]] = []
-        self.duplicates: list[tuple[Sequence, Duplicates]] = []
-        self.unfinished: list[Sequence] = []  # cut prompts, which continue in the next step
-        self.retracted = False
-        self.num_new = 0
-        self.num_cached_tokens = 0
-        self.num_prompt_tokens = 0
-        self.num_scored = 0  # number of prompt tokens whose log-probabilities are computed
-        self.num_decodes = 0
-        self.num_drafted = 0  # number of proposed tokens in all rows
-        self.num_forced = 0  # number of rows that compute up to `max_forced` known output tokens
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    @property
-    def full(self) -> bool:
-        return self._max_rows is not None and len(self) >= self._max_rows
-
-    @property
-    def branch_pages(self) -> list[int]:
-        """Pages of all branches."""
-        return [page for _, branch in self._branch_rows.values() for page in branch.pages]
-
-    def add_decodes(self, sequences: list[Sequence], *, starts_known: bool = True) -> None:
-        """Add a row for each sequence. Each sequence lacks only the KV of its last token, which is known or pending."""
-        first = len(self._sequences)
-        if not starts_known:
-            self._unknown_starts += range(first, first + len(sequences))
-        starts, token_ids = self._starts, self._token_ids
-        for sequence in sequences:
-            start = sequence.num_computed
-            starts.append(start)
-            sequence.num_computed = start + 1
-            pending = sequence.num_pending
-            token_ids.append(UNKNOWN if pending else sequence.ids[start])
-            sequence.num_pending = pending + 1
-        self._sequences += sequences
-        self._counts += [1] * len(sequences)
-        self._sampled += range(first, first + len(sequences))
-        self.num_decodes += len(sequences)
-
-    def add_drafts(
-        self,
-        proposed: Mapping[Sequence, list[int]],
-        *,
-        starts_known: bool = True,
-        branches: Mapping[Sequence, list[Branch]] = NO_BRANCHES,
-    ) -> None:
-        """Add one row for each sequence. It computes the one token without KV, then the proposed tokens.
-
-        The branches of a sequence follow its row as separate rows.
-        """
-        for sequence, ids in proposed.items():
-            row, start = len(self._sequences), sequence.num_computed
-            if not starts_known:
-                self._unknown_starts.append(row)
-            self._sequences.append(sequence)
-            self._starts.append(start)
-            self._counts.append(1 + len(ids))
-            self._token_ids.append(UNKNOWN if sequence.num_pending else sequence.ids[start])
-            self._token_ids += ids
-            self._sampled.append(row)
-            self._drafts[row] = len(ids)
-            constraint = sequence.constraint
-            if constraint is not None:
-                num_output = start + 1 - sequence.num_prompt
-                data = constraint.drafts_after(num_output, sequence.ids, sequence.num_prompt, len(ids))
-                if DRAFT not in ids:  # otherwise the worker proposes the tokens
-                    data.propose(ids)
-                self._draft_data[row] = data
-            sequence.num_drafted += len(ids)
-            sequence.num_computed = start + 1 + len(ids)
-            sequence.num_pending += 1 + len(ids)
-            self.num_drafted += len(ids)
-            for branch in branches.get(sequence, ()):
-                self._add_branch(sequence, row, start, branch)
-        self.num_decodes += len(proposed)
-
-    def _add_branch(self, sequence: Sequence, owner: int, start: int, branch: Branch) -> None:
-        """Add a branch as a row after the row `owner`, which begins at position `start`."""
-        row, count = len(self._sequences), len(branch.ids)
-        self._branch_rows[row] = owner, branch
-        self._sequences.append(sequence)
-        self._starts.append(start + branch.depth)
-        self._counts.append(count)
-        self._token_ids += branch.ids
-        self._sampled.append(row)
-        self.num_drafted += count
-
-    def add_prompt(self, sequence: Sequence, count: int) -> None:
-        """Add a row that computes the next `count` known tokens.
-
-        If the row ends with the last known token, it also samples or embeds.
-        """
-        start = sequence.num_computed
-        end = start + count
-        self._request_prompt_logprobs(sequence, start, end)
-        if sequence.media is not None:
-            self._add_media(sequence.media, start, end)
-        if sequence.request.wants_embedding:
-            if end == len(sequence.ids):
-                self._embedded.append(len(self._sequences))
-        elif end == len(sequence.ids) < sequence.max_tokens:
-            self._sampled.append(len(self._sequences))
-            sequence.num_pending += 1
-        self._sequences.append(sequence)
-        self._starts.append(start)
-        self._counts.append(count)
-        self._token_ids += sequence.ids[start:end]
-        if start >= sequence.num_prompt and count <= self._max_forced:
-            self.num_forced += 1
-        else:
-            self.num_prompt_tokens += count
-        sequence.num_computed = end
-
-    def _add_media(self, media: PromptMedia, start: int, end: int) -> None:
-        """Add the media vectors of a new row that computes the positions start .. end - 1."""
-        row, first = len(self._sequences), len(self._token_ids)
-        for span in media.spans:
-            low, high = max(span.start, start), min(span.end, end)
-            if low < high:
-                vectors = span.vectors[low - span.start : high - span.start]
-                self._media.append(MediaSpan(first + low - start, vectors))
-                if media.mutual:
-                    self._mutual_spans.append((row, span.start, span.end))
-
-    def _request_prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> None:
-        params = sequence.request.logprobs
-        first = max(sequence.next_logprob, start)
-        last = min(end, sequence.num_prompt - 1)
-        if params is None or first >= last:
-            return
-        targets = np.array(sequence.ids[first + 1 : last + 1], np.int32)
-        offset = len(self._token_ids) + first - start
-        self._prompt_logprobs.append(PromptLogprobs(len(self._sequences), offset, targets, params))
-        self.num_scored += last - first
-        sequence.next_logprob = last
-
-    def build(self, number: int, tables: RequestTables, cache: PrefixCache, adapters: AdapterSlots) -> Batch:
-        """Return the batch. It shares no memory with the tables."""
-        indices = np.array([sequence.sequence_index for sequence in self._sequences], np.int32)
-        starts = np.array(self._starts, np.int32)
-        counts = np.array(self._counts, np.int32)
-        ends = starts + counts
-        width = -(-int(ends.max()) // cache.page_size)
-        page_table = tables.pages[indices, :width]
-        copies = cache.take_copies()
-        if self._branch_rows:
-            branches = [
-                (self._sequences[owner], self._starts[owner], each) for owner, each in self._branch_rows.values()
-            ]
-            copies = (*copies, *page_copies(branches, cache.page_size))
-            for row, (_, branch) in self._branch_rows.items():
-                page_table[row, branch.first_page :] = 0
-                page_table[row, branch.first_page : branch.first_page + len(branch.pages)] = branch.pages
-        sampling = None
-        if self._sampled:
-            row_of = np.array(self._sampled, np.int32)
-            if len(self._token_ids) == len(counts):  # usually every row has one token; this saves 4 us
-                positions, new_positions = row_of, ends.take(row_of)
-            else:
-                row_of, before_last = self._spread_over_drafts(row_of)
-                positions = counts.cumsum(dtype=np.int32)[row_of] - 1 - before_last
-                new_positions = ends[row_of] - before_last
-            ends_known = not self._unknown_starts
-            sampling = tables.sampling.gather(
-                positions,
-                row_of,
-                indices.take(row_of),
-                new_positions.astype(np.int64),
-                ends_known=ends_known,
-                draft_data=self._draft_data,
-            )
-        return Batch(
-            number=number,
-            sequences=tuple(self._sequences),
-            starts=starts,
-            counts=counts,
-            sequence_indices=indices,
-            token_ids=np.array(self._token_ids, np.int32),
-            page_table=page_table,
-            sampling=sampling,
-            prompt_logprobs=tuple(self._prompt_logprobs),
-            hidden_rows=self._rows_with("hidden") if tables.num_with_parts else (),
-            expert_rows=self._rows_with("experts") if tables.num_with_parts else (),
-            embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
-            row_values=tables.values_of(indices),
-            position_offsets=self._position_offsets(starts, counts) if tables.num_with_axes else None,
-            media=tuple(self._media),
-            mutual_spans=np.array(self._mutual_spans, np.int32) if self._mutual_spans else None,
-            kinds={kind.name: kind.step_arrays(self._sequences, starts, counts, page_table) for kind in cache.kinds},
-            drafts=self._all_drafts() if self._drafts else None,
-            unknown_starts=self._flags(self._unknown_starts) if self._unknown_starts else None,
-            copies=copies,
-            adapters=adapters.take_placements(),
-            stats=StepStats(
-                self.num_new,
-                self.num_cached_tokens,
-                self.num_prompt_tokens,
-                self.num_decodes + self.num_forced,
-                self.num_scored,
-            ),
-        )
-
-    def _rows_with(self, name: Literal["hidden", "experts"]) -> tuple[int, ...]:
-        """Return the rows whose requests want hidden states or routed experts, as `name` says."""
-        rows = ((row, sequence.parts) for row, sequence in enumerate(self._sequences))
-        return tuple(row for row, parts in rows if parts is not None and getattr(parts, name) is not None)
-
-    def _all_drafts(self) -> Drafts:
-        """Return the rows with draft tokens, and their branches."""
-        rows, counts = (np.array([*each], np.int32) for each in (self._drafts, self._drafts.values()))
-        if not self._branch_rows:
-            return Drafts(rows, counts)
-        owners = [owner for owner, _ in self._branch_rows.values()]
-        depths = [branch.depth for _, branch in self._branch_rows.values()]
-        arrays = (np.array(values, np.int32) for values in ([*self._branch_rows], owners, depths))
-        return Drafts(rows, counts, Branches(*arrays))
-
-    def _num_sampled(self, row: int) -> int:
-        return self._counts[row] if row in self._branch_rows else 1 + self._drafts.get(row, 0)
-
-    def _position_offsets(self, starts: Ints, counts: Ints) -> Ints | None:
-        """Return the position offsets [3, T] of the tokens, or None if all are 0."""
-        offsets, first = np.zeros((3, len(self._token_ids)), np.int32), 0
-        for sequence, start, count in zip(self._sequences, starts.tolist(), counts.tolist()):
-            media = sequence.media
-            if media is not None and media.offsets is not None:
-                in_prompt = max(min(sequence.num_prompt - start, count), 0)
-                offsets[:, first : first + in_prompt] = media.offsets[:, start : start + in_prompt]
-                offsets[:, first + in_prompt : first + count] = media.delta
-            first += count
-        return offsets if offsets.any() else None
-
-    def _flags(self, rows: list[int]) -> NDArray[np.bool_]:
-        flags = np.zeros(len(self._sequences), np.bool_)
-        flags[rows] = True
-        return flags
-
-    def _spread_over_drafts(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Return two arrays [N] for the N sampled positions: the row, and the distance from the row's last position."""
-        if not self._drafts:
-            return rows, np.zeros_like(rows)
-        num_sampled = np.array([self._num_sampled(row) for row in self._sampled], np.int32)
-        row_of = np.repeat(rows, num_sampled)
-        ends = np.repeat(np.cumsum(num_sampled, dtype=np.int32), num_sampled)
-        return row_of, ends - 1 - np.arange(len(row_of), dtype=np.int32)

@@ -418,7 +418,7 @@ class Scheduler:
     @property
     def num_retracted(self) -> int:
         """Number of retractions since the start."""
-        return self._builder.num_retracted
+        return self._builder.retraction.num_retracted
 
     @property
     def load(self) -> Load:
@@ -433,7 +433,7 @@ class Scheduler:
             token_usage=cache.num_used / cache.num_pages,
             window_usage=cache.usage("windowed"),
             new_token_ratio=self._builder.new_token_ratio.value,
-            num_retracted=self._builder.num_retracted,
+            num_retracted=self._builder.retraction.num_retracted,
             num_recomputed=self._builder.num_recomputed,
             num_swapped_out=0 if cache.host is None else cache.host.num_swapped_out,
             num_swapped_in=0 if cache.host is None else cache.host.num_swapped_in,

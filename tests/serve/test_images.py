@@ -22,7 +22,7 @@ from runtime.media.processing import Processors
 from runtime.media_source import MediaSource
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
-from runtime.scheduler.batch_builder import BatchBuilder
+from runtime.scheduler.retraction import Retraction
 from serve import Engine
 from tiny_seeing import FAMILIES, HAS_TORCHVISION, NEEDS_TORCHVISION, Answer, picture, prompt
 
@@ -172,13 +172,13 @@ async def test_chunks_inside_images_and_retraction_do_not_change_tokens(
     wanted = [expected(family, numbers) for numbers in ASKED]
     text, long = prompt(family, TEXT, 0), replace(SAMPLING, max_new_tokens=64)
     with_images: list[bool] = []  # whether each retracted sequence has images
-    retract = BatchBuilder._retract
+    retract = Retraction.retract
 
-    def noting(builder: BatchBuilder, victim: Any) -> None:
+    def noting(retraction: Retraction, victim: Any) -> None:
         with_images.append(victim.media is not None)
-        retract(builder, victim)
+        retract(retraction, victim)
 
-    monkeypatch.setattr(BatchBuilder, "_retract", noting)
+    monkeypatch.setattr(Retraction, "retract", noting)
     async with Engine(tiny_seeing.cached(family), **{**PLAIN, **tight(family), **ranks}) as engine:
         for _ in range(2):
             beside = [engine.core.submit(Request(text=text, sampling=long)) for _ in range(3)]

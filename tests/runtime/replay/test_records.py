@@ -111,37 +111,37 @@ def test_a_killed_process_leaves_a_record_up_to_its_last_line(tmp_path: Path):
 
 
 def test_a_changed_decision_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from runtime.scheduler.batch_builder import BatchBuilder
+    from runtime.scheduler.retraction import Retraction
 
     path = tmp_path / "record"
     schedule(path)
     replay(path)
-    real = BatchBuilder._retract
+    real = Retraction.retract
 
-    def another_number(self: BatchBuilder, victim: Any) -> None:
+    def another_number(self: Retraction, victim: Any) -> None:
         real(self, victim)
         victim.seed += 1
 
-    monkeypatch.setattr(BatchBuilder, "_retract", another_number)
+    monkeypatch.setattr(Retraction, "retract", another_number)
     with pytest.raises(Difference, match="recorded: "):
         replay(path)
 
 
 def test_a_failing_schedule_becomes_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from runtime.scheduler.batch_builder import BatchBuilder
+    from runtime.scheduler.retraction import Retraction
 
     path = tmp_path / "record"
 
-    def fails(self: BatchBuilder, victim: Any) -> None:
+    def fails(self: Retraction, victim: Any) -> None:
         raise KeyError("the fault")
 
-    real = BatchBuilder._retract
-    monkeypatch.setattr(BatchBuilder, "_retract", fails)
+    real = Retraction.retract
+    monkeypatch.setattr(Retraction, "retract", fails)
     with pytest.raises(KeyError):
         schedule(path)
     [failure] = replay(path).failures
     assert "KeyError: 'the fault'" in failure
-    monkeypatch.setattr(BatchBuilder, "_retract", real)  # the fault is mended
+    monkeypatch.setattr(Retraction, "retract", real)  # the fault is mended
     with pytest.raises(Difference, match="the record has KeyError"):
         replay(path)
 

@@ -167,7 +167,7 @@ def test_pages_balance_when_a_sequence_leaves_with_two_rows_in_flight(how: str):
     if how == "abort":
         scheduler.abort([sequence], Finish("abort", message="gone"))
     elif how == "retract":
-        scheduler._builder._retract(sequence)
+        scheduler._builder.retraction.retract(sequence)
     elif how == "fail":
         scheduler.fail(watched.drive.runner.drop())
     else:

@@ -1,0 +1,78 @@
+"""The rows of a batch that have draft tokens, and the rows of their branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from runtime.batch import Branches, Drafts, Ints, PageCopy
+from runtime.constraint import DraftData
+from runtime.scheduler.branches import Branch, page_copies
+from runtime.sequence import Sequence
+from runtime.speculative.model_drafts import DRAFT
+
+
+class DraftRows:
+    """Draft tokens and branches of a batch's rows, by row index."""
+
+    __slots__ = ("_branches", "_counts", "data")
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # number of proposed tokens
+        self._branches: dict[int, tuple[int, Branch]] = {}  # (row of the trunk, branch)
+        self.data: dict[int, DraftData] = {}  # only for rows with a constraint
+
+    def add(self, row: int, sequence: Sequence, ids: list[int]) -> None:
+        """Add a row that computes the sequence's next position and the proposed tokens."""
+        self._counts[row] = len(ids)
+        constraint = sequence.constraint
+        if constraint is not None:
+            num_output = sequence.num_computed + 1 - sequence.num_prompt
+            data = constraint.drafts_after(num_output, sequence.ids, sequence.num_prompt, len(ids))
+            if DRAFT not in ids:  # otherwise the worker proposes the tokens
+                data.propose(ids)
+            self.data[row] = data
+
+    def add_branch(self, row: int, owner: int, branch: Branch) -> None:
+        """Add a branch as row `row`. Row `owner` is its trunk."""
+        self._branches[row] = owner, branch
+
+    @property
+    def branch_pages(self) -> list[int]:
+        """Pages of all branches."""
+        return [page for _, branch in self._branches.values() for page in branch.pages]
+
+    def write_pages(self, page_table: Ints) -> None:
+        """Write the own pages of branches into their rows of the batch's page table."""
+        for row, (_, branch) in self._branches.items():
+            page_table[row, branch.first_page :] = 0
+            page_table[row, branch.first_page : branch.first_page + len(branch.pages)] = branch.pages
+
+    def page_copies(self, sequences: Seq[Sequence], starts: Seq[int], size: int) -> list[PageCopy]:
+        """Return the copies that branches need (see `branches.page_copies`), given the batch's sequences and starts."""
+        return page_copies(
+            [(sequences[owner], starts[owner], branch) for owner, branch in self._branches.values()], size
+        )
+
+    def spread(self, rows: Ints, counts: Seq[int]) -> tuple[Ints, Ints]:
+        """Return two arrays [N] for the N sampled positions: the row, and the distance from the row's last position.
+
+        `rows` are the rows that sample, and `counts` the numbers of tokens of all rows.
+        """
+        num_sampled = np.array(
+            [counts[row] if row in self._branches else 1 + self._counts.get(row, 0) for row in rows.tolist()], np.int32
+        )
+        row_of = np.repeat(rows, num_sampled)
+        ends = np.repeat(np.cumsum(num_sampled, dtype=np.int32), num_sampled)
+        return row_of, ends - 1 - np.arange(len(row_of), dtype=np.int32)
+
+    def arrays(self) -> Drafts:
+        """Return the rows with draft tokens, and their branches."""
+        rows, counts = (np.array([*each], np.int32) for each in (self._counts, self._counts.values()))
+        if not self._branches:
+            return Drafts(rows, counts)
+        owners = [owner for owner, _ in self._branches.values()]
+        depths = [branch.depth for _, branch in self._branches.values()]
+        arrays = (np.array(values, np.int32) for values in ([*self._branches], owners, depths))
+        return Drafts(rows, counts, Branches(*arrays))
