@@ -6,10 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -20,6 +19,8 @@ from runtime.actors.expert_balancer import ExpertBalancer
 from runtime.actors.kv_events import KvEventPublisher
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
+from runtime.actors.recovery import BROKEN, Recovery
+from runtime.actors.scheduler_messages import WAKE, Abort, Admit, EndChoice, GiveBack, Pause, Wake
 from runtime.actors.step_times import Progress
 from runtime.actors.steps_in_flight import StepsInFlight
 from runtime.actors.storage import Storage
@@ -29,16 +30,13 @@ from runtime.errors import (
     DeadlinePassed,
     EngineClosed,
     EngineFailure,
-    NotFinite,
-    OutOfMemory,
     Overloaded,
     PenstockError,
     StepFailed,
     WorkerFailed,
     first_error,
 )
-from runtime.request import Delta, Finish
-from runtime.scheduler.apply import NOT_FINITE, RowFailed
+from runtime.request import Finish
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -58,55 +56,7 @@ MAX_RETRY_AFTER_S = 60
 CLOSE_TIMEOUT_S = 30.0
 
 ENDED = "The engine can compute no more."
-BROKEN = "The scheduler failed while processing this request. Other requests continue."
-STEP_FAILED = "The forward pass failed, and the request cannot be completed."
 DISPLACED = "The request queue is full, and a request of higher priority took this one's place."
-NO_MEMORY = "The device ran out of memory. This request, the newest one, was ended so that others can continue."
-
-
-class Admit(NamedTuple):
-    """A new request with its sequences."""
-
-    live: LiveRequest
-
-
-class Abort(NamedTuple):
-    """End all choices of a request. Each choice gets a last delta."""
-
-    live: LiveRequest
-
-
-class EndChoice(NamedTuple):
-    """End a choice whose text contains a stop string. No further delta follows."""
-
-    live: LiveRequest
-    index: int
-
-
-class GiveBack(NamedTuple):
-    """Withdraw a request and call `to` with it, unless the request has already run."""
-
-    live: LiveRequest
-    to: Callable[[LiveRequest], None]
-
-
-class Wake(NamedTuple):
-    """Wakes the actor, for example when a late grammar mask arrived for a sequence that is in no step."""
-
-
-WAKE = Wake()
-
-
-@dataclass(slots=True, eq=False)
-class Pause:
-    """A period without steps. The caller of `paused` sets how it ends."""
-
-    reached: asyncio.Future[None]  # its result is set when no step is in flight
-    weights_changed: bool = False
-    checkpoint: str | None = None  # path of the new weights; None: unknown
-    recompute: bool = False  # whether, at the end, the prefix tree is emptied and all sequences are recomputed
-    # If set, the replica is unusable and fails with this error at the end of the pause.
-    failure: EngineFailure | None = None
 
 
 class SchedulerActor:
@@ -142,6 +92,7 @@ class SchedulerActor:
         # Maximum number of steps in flight while the next batch is built: 1 with overlap, otherwise 0. With pipeline
         # parallelism: the number of micro-batches - 1.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
+        self._recovery = Recovery(scheduler, self.steps, requests, detokenizer)
         self._watchdog_timeout_s = plan.watchdog_timeout_s
         self._max_queue_time_s = plan.max_queue_time_s
         self._crash_folder = plan.crash_folder
@@ -158,7 +109,6 @@ class SchedulerActor:
         self._tokens_arriving = 0  # prompt tokens of these choices
         self._step_tokens = min(plan.step_prompt_tokens, plan.max_prefill_tokens)
         self.delay_s = 0.0  # wait in seconds before each step, for tests of clients (/slow_down)
-        self._num_broken = 0  # failures of the scheduler since the last applied step
         self._pauses: list[Pause] = []
         self._failure: EngineFailure | None = None  # error of a pause that left the replica unusable
         self._has_ended = False
@@ -359,7 +309,7 @@ class SchedulerActor:
             try:
                 self._receive()
             except Exception as error:  # as in `_run_steps`
-                await self._rebuild(error)
+                await self._recovery.after_exception(error)
         if self._failure is not None:
             raise self._failure
 
@@ -379,7 +329,7 @@ class SchedulerActor:
                 batch = self.scheduler.fill()
                 self._publish_events()  # includes the events of the step applied last
             except Exception as error:  # too little host memory, or a programming error in the scheduler
-                await self._rebuild(error)
+                await self._recovery.after_exception(error)
                 continue
             if batch is not None:
                 if self.delay_s:
@@ -476,17 +426,17 @@ class SchedulerActor:
         except WorkerFailed:  # the replica is lost; `run` raises this error
             raise
         except Exception as error:  # a failed forward pass ends only requests of this step
-            await self._recover(error)
+            await self._recovery.after_failed_step(error)
             return
         batch = self.steps.pop()
         try:
             deltas = self.scheduler.apply(batch, output)
         except Exception as error:
-            await self._rebuild(error, output.failed)
+            await self._recovery.after_exception(error, output.failed)
             return
-        self._num_broken = 0
+        self._recovery.note_applied()
         if output.failed:
-            deltas = self._fail_broken(deltas)
+            deltas = self._recovery.fail_broken(deltas)
         if deltas:
             self._detokenizer.inbox.put(deltas)
         duration_s, num_tokens = self.progress.note_applied(batch, deltas)
@@ -500,55 +450,6 @@ class SchedulerActor:
             self.scheduler.note_prompt_time(times.prompt_token_s)
         if self._series is not None:
             self._series.applied(batch, duration_s, num_tokens)
-
-    def _fail_broken(self, deltas: list[Delta]) -> list[Delta]:
-        """Fail requests whose logits were not finite. Return the deltas of all other requests."""
-        broken = {
-            delta.request_id for delta in deltas if delta.finish is not None and delta.finish.message == NOT_FINITE
-        }
-        for request_id in broken:
-            logger.error("The logits of request %d are not finite.", request_id)
-            self._requests.fail(request_id, NotFinite(NOT_FINITE))
-        return [delta for delta in deltas if delta.request_id not in broken]
-
-    async def _recover(self, error: Exception) -> None:
-        """Recover from a failed step: the cache is emptied, and all running sequences are recomputed.
-
-        If memory ran out, the newest request of the step fails. Otherwise trial steps find the request that causes the
-        failure.
-        """
-        logger.error("A step failed; running sequences are recomputed.", exc_info=error)
-        batches = self.steps.batches
-        self.steps.pop()
-        await self.steps.drain()
-        if isinstance(error, OutOfMemory):
-            lost, reason = self.scheduler.give_up_newest(batches), OutOfMemory(NO_MEMORY)
-        else:
-            lost, reason = self.scheduler.fail(batches), StepFailed(STEP_FAILED)
-        for request_id in lost:
-            self._requests.fail(request_id, reason)
-
-    async def _rebuild(self, error: Exception, failed: Collection[int] = ()) -> None:
-        """Recover from an exception in the scheduler: rebuild its tables and recompute all running sequences.
-
-        If the exception came from one row, the row's request fails. Otherwise the first exception ends no request. Each
-        further exception, until a step succeeds, ends the newest request, which is the likeliest cause.
-        """
-        logger.error("The scheduler failed; running sequences are recomputed.", exc_info=error)
-        await self.steps.drain()
-        lost: set[int] = set()
-        if isinstance(error, RowFailed):
-            lost = {error.request_id}
-            others = [delta for delta in error.deltas if delta.request_id != error.request_id]
-            if deltas := self._fail_broken(others) if failed else others:
-                self._detokenizer.inbox.put(deltas)
-        elif self._num_broken:
-            lost = {max((sequence.request.id for sequence in self.scheduler), default=-1)}
-        self._num_broken += 1
-        self.scheduler.rebuild(lost)
-        await asyncio.sleep(0)
-        for request_id in lost:
-            self._requests.fail(request_id, StepFailed(BROKEN))
 
     def _receive(self) -> None:
         """Process all messages. An exception fails the message's request. The first exception is raised at the end."""
