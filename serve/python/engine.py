@@ -18,10 +18,11 @@ import anyio.to_thread
 import serve
 from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
-from runtime.actors.engine_core import EngineCore, Status
+from runtime.actors.engine_core import EngineCore
 from runtime.actors.generation_pause import mode_of
 from runtime.actors.output_stream import read_all
 from runtime.actors.scrape import exposition
+from runtime.actors.status import Status
 from runtime.actors.storage import Attachment
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop

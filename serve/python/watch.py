@@ -10,8 +10,9 @@ from serve.python import html
 from serve.python.hooks import StepEvent, observe_steps
 
 if TYPE_CHECKING:
-    from runtime.actors.engine_core import EngineCore, Status
+    from runtime.actors.engine_core import EngineCore
     from runtime.actors.live_requests import Timeline
+    from runtime.actors.status import Status
 
 MAX_REQUESTS = 12
 MAX_STEPS = 60

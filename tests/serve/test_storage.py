@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from greedy import GREEDY, model_path, prompts, reference
-from runtime.actors.engine_core import Status
+from runtime.actors.status import Status
 from runtime.actors.storage import STALL_S, Attachment
 from runtime.errors import ConfigurationError, InvalidRequest, NotSupported
 from runtime.kv_cache import storage_tier

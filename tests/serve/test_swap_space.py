@@ -11,7 +11,7 @@ import pytest
 
 from greedy import GREEDY, model_path, prompts, reference
 from ops.machine import Machine
-from runtime.actors.engine_core import Status
+from runtime.actors.status import Status
 from runtime.config import Args
 from runtime.config.resolve import resolve
 from runtime.errors import ConfigurationError
