@@ -55,6 +55,12 @@ class ModelPlan(Section):
     quantization: str | None = None
     kv_scales: str | None = None  # file with the scales of an 8-bit KV cache
     config_overrides: Mapping[str, Any] = field(default_factory=dict)  # values that replace those of config.json
+    # Layers whose weights a GPU keeps in host memory: as many as fit into `offload_gib` (in 2^30 bytes), or the last
+    # `offload_in_group` of every `offload_group` layers. 0: none.
+    offload_gib: int = 0
+    offload_group: int = 0
+    offload_in_group: int = 1
+    offload_ahead: int = 1  # number of these layers that are copied to the GPU ahead of the one in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ from runtime.loading.custom_loader import CustomTensors
 from runtime.loading.formats.gguf import GgufFiles
 from runtime.loading.formats.stored import QuantizedTensors
 from runtime.loading.kv_scales import set_kv_scales
+from runtime.loading.offload import LayersInHost, layers_in_host, prepared_bytes
 from runtime.loading.parameters import (
     Named,
     check_dtypes,
@@ -52,6 +53,7 @@ from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo, Stage
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder
+from runtime.modeling.host_layers import HostLayer, shared_modules
 from runtime.models.registry import config_of, entry, family_of
 
 MAX_NEXTN_LAYERS = 16  # maximum number of multi-token prediction layers after the model's own layers
@@ -80,7 +82,8 @@ def load_model(
     `rank_info` selects this rank's files. `experts` says which experts this rank holds.
 
     Loading needs memory for these weights and for the checkpoint tensors of one layer. A tied LM head needs a second
-    copy of the embedding if the lookup cannot read the head's layout. Raises CheckpointError before it allocates
+    copy of the embedding if the lookup cannot read the head's layout. Layers that the plan keeps in host memory are
+    listed in `Decoder.in_host`; they need a `LayerRing` to compute. Raises CheckpointError before it allocates
     memory if a tensor is missing, unexpected or has a wrong shape; the error names these tensors.
     """
     if plan.by_transformers:
@@ -92,11 +95,15 @@ def load_model(
         return model
     outline = outline_model(facts, plan, kernels, group, stage, rank_info, experts)
     model, device, dtype = outline.model, torch.device(plan.device), getattr(torch, plan.dtype)
-    filled = _check_memory(model, dtype, device)
+    in_host = layers_in_host(model, plan, dtype)
+    filled = _check_memory(model, dtype, device, in_host)
     shown = filled if rank_info is None or rank_info.rank == 0 else None
     with progress_bar(shown, "Loading weights", unit="B", scaled=True) as bar:
-        for _ in prepared_layers(outline, plan, bar):
-            continue
+        shared = shared_modules(model.layers) if in_host.layers else frozenset()
+        for modules in prepared_layers(outline, plan, bar):
+            layer = modules[0][1] if modules else None
+            if layer is not None and layer in in_host.layers:
+                model.in_host.append(HostLayer(layer, shared))
     if plan.kv_scales is not None:
         coordinates = rank_info or RankInfo()
         set_kv_scales(model, plan.kv_scales, facts, coordinates.tp_rank, coordinates.tp_size)
@@ -236,13 +243,10 @@ def make_pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
     return Pooler(pooling, weights, model.scorer)
 
 
-def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device, in_host: LayersInHost) -> int:
     """Return the bytes that loading fills. Raises CheckpointError if the prepared weights exceed the free memory."""
-    filled = needed = 0
-    for parameter in model.parameters():
-        itemsize = getattr(parameter, "own_dtype", dtype).itemsize
-        filled += parameter.numel() * itemsize
-        needed += parameter.numel() * getattr(parameter, "prepared_bits", 8 * itemsize) // 8
+    filled = sum(each.numel() * getattr(each, "own_dtype", dtype).itemsize for each in model.parameters())
+    needed = prepared_bytes(model, dtype) - in_host.num_bytes + in_host.slot_bytes
     if device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
     else:
@@ -250,7 +254,8 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     if available and needed > available:
         raise CheckpointError(
             f"The weights need {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, but only "
-            f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)."
+            f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)"
+            + (", or keep layers in host memory (--cpu-offload-gb)." if device.type == "cuda" else ".")
         )
     return filled
 

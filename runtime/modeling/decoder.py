@@ -17,6 +17,7 @@ from runtime.layers.pooler import Pooler
 from runtime.layers.score import ScoreHead, ScoreLayer
 from runtime.mesh.rank_info import Stage
 from runtime.modeling.config import Config
+from runtime.modeling.host_layers import HostLayer
 from runtime.modeling.layer import Layer, norms
 
 
@@ -66,6 +67,7 @@ class Decoder(nn.Module):
         # Cache specs of all layers of the whole model (all pipeline stages), before tensor-parallel splits.
         self.cache_specs = collect_specs(self)
         self.scorer: ScoreHead | None = None  # None unless the model is a classifier
+        self.in_host: list[HostLayer] = []  # layers whose weights are in host memory
         self._taps: Taps | None = None
         self.tapped: list[Tapped] = []  # inputs of the tapped layers in the last forward pass or capture
 

@@ -56,6 +56,10 @@ class Graph(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A point in the work of a stream, for which another stream can wait (see `Device.wait_for`)."""
+
+
 class MemoryUse(NamedTuple):
     """The memory that some work needed, in bytes."""
 
@@ -79,6 +83,17 @@ class Device(Protocol):
 
     def order(self, first: Stream, then: Stream) -> None:
         """Make later work on stream `then` wait for all earlier work on stream `first`."""
+        ...
+
+    def mark(self, stream: Stream) -> Mark:
+        """Return a mark after all earlier work on the stream."""
+        ...
+
+    def wait_for(self, mark: Mark, then: Stream) -> None:
+        """Make later work on stream `then` wait for the work before the mark.
+
+        A capture may contain both calls, but not one of them.
+        """
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
@@ -156,6 +171,12 @@ class CpuDevice:
     def order(self, first: Stream, then: Stream) -> None:
         return
 
+    def mark(self, stream: Stream) -> Mark:
+        return _Reached()
+
+    def wait_for(self, mark: Mark, then: Stream) -> None:
+        return
+
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -209,8 +230,16 @@ class CudaDevice:
         return torch.cuda.stream(self._copies)
 
     def order(self, first: Stream, then: Stream) -> None:
-        streams = {"forward": self._forward, "copy": self._copies}
-        streams[then].wait_stream(streams[first])
+        self._stream(then).wait_stream(self._stream(first))
+
+    def mark(self, stream: Stream) -> Mark:
+        return self._stream(stream).record_event()
+
+    def wait_for(self, mark: Mark, then: Stream) -> None:
+        self._stream(then).wait_event(mark)  # type: ignore[arg-type]
+
+    def _stream(self, name: Stream) -> torch.cuda.Stream:
+        return self._forward if name == "forward" else self._copies
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

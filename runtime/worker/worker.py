@@ -36,6 +36,7 @@ from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.moe import mixtures
 from runtime.loading.loader import load_model
 from runtime.loading.token_map import head_of_tokens, read_token_map
+from runtime.loading.weight_memory import distinct
 from runtime.loading.weight_update import LoadedWeights, WeightSource
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo, Stage
@@ -53,6 +54,7 @@ from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.expert_moves import RankExperts
 from runtime.worker.expert_recorder import ExpertRecorder
+from runtime.worker.layer_ring import LayerRing
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.page_copies import CopyPages, PageCopier
@@ -193,6 +195,7 @@ class _LoadedModel:
     setup: ModelSetup
     source: WeightSource
     decoder: Decoder
+    ring: LayerRing | None = None  # None: all layers stay on the device
     pool: KVPool | None = None  # set by `join`
 
 
@@ -233,7 +236,7 @@ class ModelWorker:
         self._vocabulary = self._load_vocabulary(setup)
         self._adapters = self._make_adapters(setup)
         self.weight_bytes = {
-            name: sum(parameter.nbytes for parameter in model.decoder.parameters())
+            name: sum(each.untyped_storage().nbytes() for each in distinct(model.decoder.parameters()))
             for name, model in self._models.items()
         }
         if self._vocabulary is not None:
@@ -304,6 +307,8 @@ class ModelWorker:
         )
         profiles = []
         for name, model in self._models.items():
+            if model.ring is not None:
+                model.ring.use(device)
             executor = StepExecutor(
                 model.decoder,
                 self._make_pool(name, cache),
@@ -353,6 +358,8 @@ class ModelWorker:
         loaded, pool, cache = self._hand_over(name)
         model = loaded.decoder
         device = open_device(self.device)
+        if loaded.ring is not None:
+            loaded.ring.use(device)
         drafter = self._make_draft_model(plan, device, model) if plan.scheduler.max_model_drafts else None
         reads_states = isinstance(drafter, DeviceDrafter) and drafter.reads_states
         forward = self._make_forward(loaded.setup, model, pool, device, cache, keeps_states=reads_states)
@@ -377,9 +384,7 @@ class ModelWorker:
             cuda_graphs=cuda_graphs,
             nan_detection=plan.kernels.nan_detection,
             copy_pages=self._copy_pages(cache),
-            weights=self._loaded_weights(
-                loaded.source, model, cache, name, fixed=forward is not model or cpu_graph is not None
-            ),
+            weights=self._loaded_weights(loaded, cache, name, fixed=forward is not model or cpu_graph is not None),
             adapters=self._adapters if name == TARGET else None,
             draft_model=None if isinstance(drafter, DeviceDrafter) else drafter,
             device_drafter=drafter if isinstance(drafter, DeviceDrafter) else None,
@@ -418,6 +423,8 @@ class ModelWorker:
         loaded, pool, cache = self._hand_over(name)
         model = loaded.decoder
         device = open_device(self.device)
+        if loaded.ring is not None:
+            loaded.ring.use(device)
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
         executor = StepExecutor(
             model,
@@ -427,7 +434,7 @@ class ModelWorker:
             device=device,
             mesh=self.mesh,
             copy_pages=self._copy_pages(cache),
-            weights=self._loaded_weights(loaded.source, model, cache, name, fixed=forward is not model),
+            weights=self._loaded_weights(loaded, cache, name, fixed=forward is not model),
             adapters=self._adapters if name == TARGET else None,
             experts=self._rank_experts(name, model),
             all_states=self._all_states,
@@ -483,7 +490,8 @@ class ModelWorker:
             decoder = verified(decoder, facts, self.device, plan.context_length)
         if setup.takes_media:
             decoder.accept_media()
-        return _LoadedModel(setup, source, decoder)
+        ring = LayerRing(decoder, decoder.in_host, plan.offload_ahead + 1) if decoder.in_host else None
+        return _LoadedModel(setup, source, decoder, ring)
 
     def _load_vocabulary(self, setup: WorkerSetup) -> Decoder | None:
         """Return the whole embedding and LM head of the served model, for a draft head on rank 0.
@@ -522,15 +530,22 @@ class ModelWorker:
         return model, model.pool, cache
 
     def _loaded_weights(
-        self, source: WeightSource, model: Decoder, cache: CacheSetup, name: str, *, fixed: bool
-    ) -> LoadedWeights:
-        """Return the object that replaces the model's weights.
+        self, loaded: _LoadedModel, cache: CacheSetup, name: str, *, fixed: bool
+    ) -> LoadedWeights | None:
+        """Return the object that replaces the model's weights, or None if some of them are in host memory.
 
         `fixed` says whether graphs have the weights' addresses.
         """
-        scaled = getattr(torch, cache.kv_dtype).itemsize == 1
+        if loaded.ring is not None:
+            return None
         return LoadedWeights(
-            model, source, self.kernels, self.mesh, fixed=fixed, scaled_cache=scaled, experts=self._sharing_of(name)
+            loaded.decoder,
+            loaded.source,
+            self.kernels,
+            self.mesh,
+            fixed=fixed,
+            scaled_cache=getattr(torch, cache.kv_dtype).itemsize == 1,
+            experts=self._sharing_of(name),
         )
 
     def _specs_of(self, name: str) -> Specs:

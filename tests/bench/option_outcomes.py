@@ -60,6 +60,8 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "debug_tensor_dump_layers": {"debug_tensor_dump_output_folder": "dump"},
     "hicache_storage_backend": {"enable_hierarchical_cache": True},
     "hicache_storage_backend_extra_config": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+    "offload_num_in_group": {"offload_group_size": 4},
+    "offload_prefetch_step": {"offload_group_size": 4},
     "nnodes": _NODES,
     "ep_size": {"tp_size": 2},
     "moe_a2a_backend": _PARTS,

@@ -50,6 +50,24 @@ async def test_a_step_that_waits_is_noticed(device: str, monkeypatch: pytest.Mon
             await engine.generate(input_ids=[5, 6, 7], sampling_params={"max_new_tokens": 4})
 
 
+async def test_layers_in_host_memory_give_the_same_tokens(device: str) -> None:
+    import tiny_checkpoints
+    from serve import Engine
+
+    if device == "cpu":
+        pytest.skip("all layers are in host memory on a CPU")
+    path, outputs = tiny_checkpoints.cached("llama", num_hidden_layers=6), []
+    prompts = [[3 + (7 * i + j) % 50 for j in range(5 + 9 * i)] for i in range(6)]
+    greedy = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_total_tokens": 1024, "device": device}
+    for more in ({}, {"offload_group_size": 1}, {"offload_group_size": 1, "disable_cuda_graph": True}):
+        async with Engine(path, **options, **more) as engine:
+            for _ in range(3):  # graphs are captured between steps
+                answers = await engine.generate(input_ids=prompts, sampling_params=greedy)
+                outputs.append([answer["output_ids"] for answer in answers])
+    assert outputs == outputs[:1] * len(outputs)
+
+
 async def test_many_engines_leave_the_memory_as_they_found_it(device: str) -> None:
     import tiny_models
     from on_device.memory import after_cycles

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.worker.device import CpuDevice, Divide, Graph, MemoryUse, Result, Stream
+from runtime.worker.device import CpuDevice, Divide, Graph, Mark, MemoryUse, Result, Stream
 
 POISON = 0x5A  # byte that fills memory that is read before its content has arrived
 # operations that make the host wait for a GPU
@@ -46,9 +46,6 @@ class LateEvent:
         self._device = device
         self.reached = False
 
-    def reach(self) -> None:
-        self.reached = True
-
     def is_reached(self) -> bool:
         """Whether the event has been reached. Each call lets some time pass."""
         self._device.move()
@@ -60,15 +57,54 @@ class LateEvent:
             self._device.move()
 
 
+class Reach:
+    """The work that reaches an event."""
+
+    def __init__(self, event: LateEvent) -> None:
+        self.event = event
+
+    def __call__(self) -> None:
+        self.event.reached = True
+
+
+Captured = tuple[str, Work | LateEvent]  # stream, work
+
+
 class LateGraph:
-    def __init__(self, device: LateDevice, works: Sequence[Work]) -> None:
+    """Captured work of both streams. Raises `AssertionError` if its copies would break a capture on a GPU."""
+
+    def __init__(self, device: LateDevice, works: Sequence[Captured]) -> None:
         self._device = device
         self._works = works
+        reached = {work.event: place for place, (_, work) in enumerate(works) if isinstance(work, Reach)}
+        waits = [(stream, work, place) for place, (stream, work) in enumerate(works) if isinstance(work, LateEvent)]
+        if any(reached.get(event, place) >= place for _, event, place in waits):
+            raise AssertionError("a captured stream waits for an event outside of the capture")
+        copies = [place for place, (stream, work) in enumerate(works) if stream == "copy" and _is_work(work)]
+        if not copies:
+            return
+        if not any(stream == "copy" and place < copies[0] for stream, _, place in waits):
+            raise AssertionError("captured copies must wait for the forward stream first")
+        joins = [reached[event] for stream, event, _ in waits if stream == "forward"]
+        if not any(works[place][0] == "copy" and place > copies[-1] for place in joins):
+            raise AssertionError("the forward stream does not wait for the last captured copy")
 
     def replay(self) -> None:
-        for work in self._works:
-            self._device.enqueue("forward", work)
+        events: dict[LateEvent, LateEvent] = {}
+
+        def again(event: LateEvent) -> LateEvent:
+            return events.setdefault(event, LateEvent(self._device))
+
+        for stream, work in self._works:
+            if isinstance(work, Reach):
+                self._device.enqueue(stream, Reach(again(work.event)))
+            else:
+                self._device.enqueue(stream, again(work) if isinstance(work, LateEvent) else work)
         self._device.linger()
+
+
+def _is_work(work: Work | LateEvent) -> bool:
+    return not isinstance(work, Reach | LateEvent)
 
 
 class LateDevice:
@@ -87,7 +123,7 @@ class LateDevice:
         self._random = random
         self._haste = haste
         self._streams: dict[str, deque[Work | LateEvent]] = {"copy": deque(), "forward": deque()}
-        self._recording: list[Work] | None = None
+        self._recording: list[Captured] | None = None
         self._own: dict[int, StorageWeakRef] = {}  # the device's storages
         self._lock = threading.RLock()
         self._thread = threading.local()
@@ -106,14 +142,21 @@ class LateDevice:
         self.linger()
 
     def order(self, first: Stream, then: Stream) -> None:
+        self.wait_for(self.mark(first), then)
+
+    def mark(self, stream: Stream) -> LateEvent:
         event = LateEvent(self)
-        self.enqueue(first, event.reach)
-        self.enqueue(then, event)
+        self.enqueue(stream, Reach(event))
+        return event
+
+    def wait_for(self, mark: Mark, then: Stream) -> None:
+        self.enqueue(then, cast("LateEvent", mark))
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def upload(self, host: Tensor) -> tuple[Tensor, LateEvent]:
+        self._refuse_capture()
         with self._plainly():
             there, seen = torch.zeros_like(host), host.clone()
         self.adopt(there)
@@ -126,17 +169,17 @@ class LateDevice:
 
         event = LateEvent(self)
         self.enqueue("copy", copy)
-        self.enqueue("copy", event.reach)
+        self.enqueue("copy", Reach(event))
         self.enqueue("forward", event)
         self.linger()
         return there, event
 
     def record(self) -> LateEvent:
-        event = LateEvent(self)
-        self.enqueue("forward", event.reach)
-        return event
+        self._refuse_capture()
+        return self.mark("forward")
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], LateEvent]:
+        self._refuse_capture()
         with self._plainly():
             host = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
             for copy in host:
@@ -147,8 +190,7 @@ class LateDevice:
 
         for copy, tensor in zip(host, tensors, strict=True):
             self.enqueue("forward", lambda copy=copy, tensor=tensor: read(copy, tensor))
-        event = LateEvent(self)
-        self.enqueue("forward", event.reach)
+        event = self.mark("forward")
         self.linger()
         return host, event
 
@@ -157,7 +199,7 @@ class LateDevice:
         return graph, result
 
     def capture_parts(self, run: Callable[[Divide], Result]) -> tuple[list[LateGraph], Result]:
-        parts: list[list[Work]] = []
+        parts: list[list[Captured]] = []
 
         def divide() -> None:
             parts.append([])
@@ -188,11 +230,13 @@ class LateDevice:
     def enqueue(self, stream: str, work: Work | LateEvent) -> None:
         with self._lock:
             if self._recording is not None:
-                if stream != "forward" or isinstance(work, LateEvent):
-                    raise AssertionError("only the forward's own operations can be captured")
-                self._recording.append(work)
+                self._recording.append((stream, work))
             else:
                 self._streams[stream].append(work)
+
+    def _refuse_capture(self) -> None:
+        if self._recording is not None:
+            raise AssertionError("work that the host waits for cannot be captured")
 
     def linger(self) -> None:
         """Let some time pass."""

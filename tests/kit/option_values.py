@@ -7,7 +7,7 @@ from typing import Any
 from runtime.config import Json, Option
 
 # Options whose next number is refused in most situations.
-NUMBERS = {"ep_num_redundant_experts": 2, "expert_distribution_recorder_buffer_size": 5}
+NUMBERS = {"ep_num_redundant_experts": 2, "expert_distribution_recorder_buffer_size": 5, "offload_group_size": 1}
 
 
 def other_value(option: Option) -> Any:

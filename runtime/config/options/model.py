@@ -205,16 +205,35 @@ class QuantArgs:
 class OffloadArgs:
     """Weights in host memory."""
 
-    cpu_offload_gb: int = planned(
-        0, "Gigabytes of weights kept in host memory and copied to the device in every step.", low=0
+    cpu_offload_gb: int = option(
+        0,
+        "Gigabytes (2^30 bytes) of each GPU's weights to keep in host memory: whole layers, at equal distances. Every "
+        "step copies them to the GPU.",
+        low=0,
+        plan="model.offload_gib",
     )
-    offload_group_size: int = planned(
-        -1, "Layers in one group, of which some are kept in host memory; -1 turns it off.", low=-1
+    offload_group_size: int = option(
+        -1,
+        "Divide the layers into groups of this size, and keep the last --offload-num-in-group of each group in host "
+        "memory. -1: off.",
+        low=-1,
+        plan="model.offload_group",
+        other_unit=True,
     )
-    offload_num_in_group: int = planned(1, "Layers of each group that are kept in host memory.", low=1)
-    offload_prefetch_step: int = planned(1, "How many layers ahead weights are fetched.", low=1)
+    offload_num_in_group: int = option(
+        1, "Layers of each group that are kept in host memory.", low=1, plan="model.offload_in_group"
+    )
+    offload_prefetch_step: int = option(
+        1,
+        "Number of layers in host memory that are copied ahead of the one in use. The GPU has memory for one more.",
+        low=1,
+        plan="model.offload_ahead",
+    )
     offload_mode: str = planned(
-        "cpu", "Where offloaded weights are kept.", choices=("meta", "cpu", "shm_cpu", "sharded_gpu")
+        "cpu",
+        "Where the weights of these layers are kept. cpu: in pinned host memory.",
+        choices=("meta", "cpu", "shm_cpu", "sharded_gpu"),
+        instead="use cpu, with which each rank keeps its own shards",
     )
     enable_memory_saver: bool = option(
         False,

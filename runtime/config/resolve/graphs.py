@@ -96,6 +96,8 @@ def _prompt_sizes(
         reason = f"no CUDA graphs are captured: {sizes.reason}"
     elif args.disable_piecewise_cuda_graph:
         reason = "--disable-piecewise-cuda-graph is set"
+    elif builder.args.offload.cpu_offload_gb or builder.args.offload.offload_group_size > 0:
+        reason = "copies of weights from host memory would cross from one graph to the next"
     elif facts.recurrent:
         reason = "recurrent layers read the rows of steps with prompts on the host"
     elif builder.args.parallel.tp_size > 1:

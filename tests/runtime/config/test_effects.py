@@ -72,6 +72,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"debug_tensor_dump_output_folder": "dump"}),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
+    (H200, {"json_model_override_args": {"num_hidden_layers": 8}, "offload_group_size": 2}),
     (FOUR_GPUS, {"tp_size": 2}),
     (CPU, {"json_model_override_args": HYBRID}),
     (CPU, {"json_model_override_args": MIXTURE, "tp_size": 2}),

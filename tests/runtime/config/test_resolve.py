@@ -539,3 +539,37 @@ def test_settings_of_vllm_that_cannot_be_used_are_named(config: dict[str, Any], 
 def test_settings_of_vllm_and_an_option_that_they_set_exclude_each_other() -> None:
     with pytest.raises(ConfigurationError, match="--speculative-algorithm too"):
         Args.of(speculative_config={"method": "ngram"}, speculative_algorithm="NGRAM")
+
+
+@pytest.mark.parametrize(
+    ("machine", "options", "refusal"),
+    [
+        ("cpu", {"cpu_offload_gb": 2}, "--cpu-offload-gb has no effect here: on a CPU all weights are in host memory"),
+        ("cpu", {"offload_group_size": 2}, "--offload-group-size has no effect here: on a CPU all weights"),
+        (
+            "h200",
+            {"offload_group_size": 8},
+            "--offload-group-size 8 would keep 2 of 16 layers in host memory, but the ",
+        ),
+        ("h200", {"offload_group_size": 2, "offload_num_in_group": 3}, "--offload-num-in-group 3 exceeds"),
+        ("h200", {"cpu_offload_gb": 2, "offload_group_size": 2}, "--offload-group-size cannot be combined with"),
+        ("h200", {"cpu_offload_gb": 2, "enable_lora": True}, "--enable-lora cannot be combined with --cpu-offload-gb"),
+        ("h200", {"offload_prefetch_step": 2}, "--offload-prefetch-step needs --offload-group-size or"),
+        ("h200", {"offload_mode": "meta"}, "--offload-mode meta is not supported yet; use cpu"),
+        ("h200", {"enable_double_sparsity": True}, "--enable-double-sparsity is not supported yet; double sparsity"),
+    ],
+)
+def test_layers_in_host_memory_are_refused_where_they_save_nothing(
+    machine: str, options: dict[str, Any], refusal: str
+) -> None:
+    facts = replace(FACTS, num_layers=16, architecture="LlamaForCausalLM")
+    assert refusals(Machine.named(machine), facts, **options).startswith(refusal)
+
+
+def test_layers_in_host_memory_leave_graphs_of_decode_steps() -> None:
+    facts = replace(FACTS, num_layers=16, architecture="LlamaForCausalLM")
+    made = plan(H200, facts, offload_group_size=4)
+    assert (made.model.offload_group, made.model.offload_in_group, made.model.offload_ahead) == (4, 1, 1)
+    assert made.graphs.sizes
+    assert not made.graphs.prompt_sizes
+    assert "copies of weights" in made.graphs.reasons["prompt_sizes"]

@@ -282,7 +282,7 @@ def test_a_plan_that_is_old_or_comes_too_early_is_noticed(lost: str, monkeypatch
 
     def hasty(self: CudaGraphRunner, size: int, *rest: Any) -> None:
         self._planned[size] = reached = LateEvent(self._device)  # pyright: ignore[reportArgumentType]
-        reached.reach()
+        reached.reached = True
         replan(self, size, *rest)
 
     expected = late_steps.outputs(PROMPTS)
