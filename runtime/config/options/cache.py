@@ -171,4 +171,9 @@ class HierarchyArgs:
         "tokens below which a prompt is not looked up (default 256).",
         plan="cache.storage_config",
     )
-    enable_lmcache: bool = planned(False, "Use the LMCache package as the store of prefixes.")
+    enable_lmcache: bool = planned(
+        False,
+        "Use the LMCache package as the store of prefixes.",
+        instead="LMCache's connectors need the memory layout and the cache of SGLang or vLLM on a GPU; use "
+        "--enable-hierarchical-cache with --hicache-storage-backend file or a class of your own (dynamic)",
+    )

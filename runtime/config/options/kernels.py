@@ -32,6 +32,12 @@ _KERNELS = ", ".join(
 _DEFAULT = " if the machine supports it, else ".join(list(ATTENTION)[: list(ATTENTION).index("torch_native") + 1])
 
 
+_NO_DOUBLE_SPARSITY = (
+    "double sparsity changes answers and needs channels calibrated for each model, and SGLang removed it (pull request "
+    "23009); to read less of long caches, use --kv-cache-dtype fp8_e5m2"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelArgs:
     """Kernels."""
@@ -107,18 +113,27 @@ class KernelArgs:
         sglang="off: a long cached prefix is read chunk by chunk",
     )
     enable_double_sparsity: bool = planned(
-        False, "Attend in long sequences only to the tokens that a few channels mark as important."
+        False,
+        "Attend in long sequences only to the tokens that a few channels mark as important.",
+        instead=_NO_DOUBLE_SPARSITY,
     )
     ds_channel_config_path: str | None = planned(
-        None, "JSON file that lists the important channels of each head for double sparsity."
+        None,
+        "JSON file that lists the important channels of each head for double sparsity.",
+        instead=_NO_DOUBLE_SPARSITY,
     )
-    ds_heavy_channel_num: int = planned(32, "Channels per head that double sparsity compares.", low=1)
-    ds_heavy_token_num: int = planned(256, "Tokens that double sparsity attends to.", low=1)
+    ds_heavy_channel_num: int = planned(
+        32, "Channels per head that double sparsity compares.", low=1, instead=_NO_DOUBLE_SPARSITY
+    )
+    ds_heavy_token_num: int = planned(
+        256, "Tokens that double sparsity attends to.", low=1, instead=_NO_DOUBLE_SPARSITY
+    )
     ds_heavy_channel_type: str = planned(
         "qk",
         "Whether statistics of queries (q), keys (k) or both select the channels of double sparsity.",
         choices=("q", "k", "qk"),
+        instead=_NO_DOUBLE_SPARSITY,
     )
     ds_sparse_decode_threshold: int = planned(
-        4096, "Sequence length in tokens from which double sparsity is used.", low=1
+        4096, "Sequence length in tokens from which double sparsity is used.", low=1, instead=_NO_DOUBLE_SPARSITY
     )
