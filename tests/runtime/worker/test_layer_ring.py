@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -169,8 +169,7 @@ def test_a_weight_that_is_read_in_another_place_is_refused() -> None:
 
 def test_all_parts_of_a_packed_weight_move() -> None:
     """Weights that Triton's kernels read as several parts: codes and scales."""
-    layer: Any
-    layer, slot = nn.Module(), torch.full((8192,), 7, dtype=torch.uint8)
+    layer, slot = cast("Any", nn.Module()), torch.full((8192,), 7, dtype=torch.uint8)
     layer.weight = nn.Parameter(with_triton.prepare(torch.randn(32, 64), bits=8), requires_grad=False)
     codes, scales, _ = (None if part is None else part.clone() for part in layer.weight.parts)
     host = HostLayer(layer, frozenset())
