@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -169,16 +169,19 @@ def test_a_weight_that_is_read_in_another_place_is_refused() -> None:
 
 def test_all_parts_of_a_packed_weight_move() -> None:
     """Weights that Triton's kernels read as several parts: codes and scales."""
-    layer, slot = cast("Any", nn.Module()), torch.full((8192,), 7, dtype=torch.uint8)
+    layer, slot = nn.Module(), torch.full((8192,), 7, dtype=torch.uint8)
     layer.weight = nn.Parameter(with_triton.prepare(torch.randn(32, 64), bits=8), requires_grad=False)
-    codes, scales, _ = (None if part is None else part.clone() for part in layer.weight.parts)
+    codes, scales = [part.clone() for part in parts_of(layer)]
     host = HostLayer(layer, frozenset())
     host.bind(slot)
     slot[: host.num_bytes].copy_(host.memory)
-    parts = layer.weight.parts
-    assert torch.equal(parts.codes, codes)
-    assert torch.equal(parts.scales, scales)
-    assert {each.untyped_storage().data_ptr() for each in (layer.weight, *parts[:2])} == {slot.data_ptr()}
+    assert torch.equal(parts_of(layer)[0], codes)
+    assert torch.equal(parts_of(layer)[1], scales)
+    assert {each.untyped_storage().data_ptr() for each in (layer.weight, *parts_of(layer))} == {slot.data_ptr()}
+
+
+def parts_of(layer: Any) -> list[torch.Tensor]:
+    return [layer.weight.parts.codes, layer.weight.parts.scales]
 
 
 @pytest.mark.parametrize(
