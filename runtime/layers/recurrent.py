@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -67,15 +67,32 @@ class StateCache(NamedTuple):
         inputs = torch.zeros(num_slots, *spec.inputs, dtype=torch.float32, device=device)
         return cls(inputs, torch.zeros(num_slots, *spec.shape, dtype=getattr(torch, spec.dtype), device=device))
 
+    def run(self, recur: Recur, inputs: Sequence[Tensor], out_shape: Sequence[int], batch: ForwardBatch) -> Tensor:
+        """Return the result of `recur` for `inputs`, which have one row per token of the batch."""
+        return recur(inputs, self, segments_in(batch))
+
     @property
     def nbytes(self) -> int:
         return self.inputs.nbytes + self.states.nbytes
 
 
-def state_cache(batch: ForwardBatch, index: int) -> StateCache:
+# The part of a layer that reads and writes states.
+Recur = Callable[[Sequence[Tensor], StateCache, Segments], Tensor]
+
+
+@runtime_checkable
+class RecurrentCache(Protocol):
+    """The cache of a recurrent layer: a `StateCache`, or its replacement while graphs of prompts are captured."""
+
+    def run(self, recur: Recur, inputs: Sequence[Tensor], out_shape: Sequence[int], batch: ForwardBatch) -> Tensor:
+        """Return `recur(inputs, cache, segments)`, whose shape is `out_shape`; its dtype is that of `inputs[0]`."""
+        ...
+
+
+def state_cache(batch: ForwardBatch, index: int) -> RecurrentCache:
     """Return the state cache of layer `index`. Raises TypeError if the layer has another kind of cache."""
     cache = batch.cache[index]
-    if not isinstance(cache, StateCache):
+    if not isinstance(cache, RecurrentCache):
         raise TypeError(f"Layer {index} keeps states, not {type(cache).__name__}.")
     return cache
 
@@ -189,16 +206,20 @@ class GatedDeltaNet(Weighted):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the layer's output, x [T, E] -> [T, E], and store the states after the tokens in the cache."""
-        kernels, cache, segments = self.kernels, state_cache(batch, self.index), segments_in(batch)
         mixed, z = self.projections(x, batch).split(self._sizes, dim=-1)
         b, a = self.gates(x, batch).chunk(2, dim=-1)
-        weights = self.convolution
+        shape = len(x), self._heads.size * self._ratio, self.value_dim
+        out = state_cache(batch, self.index).run(self._recur, (mixed, a, b), shape, batch)
+        return self.out(self.kernels.modulate(self.norm(out).flatten(1), z, "silu"), batch)
+
+    def _recur(self, inputs: Sequence[Tensor], cache: StateCache, segments: Segments) -> Tensor:
+        """Convolve, then update and read the states. Return [T, H, value_dim]."""
+        (mixed, a, b), kernels, weights = inputs, self.kernels, self.convolution
         mixed = kernels.convolve(mixed, weights.weight, weights.bias, cache.inputs, segments)
         q, k, v = mixed.split(self._channels, dim=-1)
         q, k = (each.unflatten(-1, (-1, self.key_dim)) for each in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
-        out = kernels.delta_rule(q, k, v, a, b, self.rate, self.shift, cache.states, segments)  # [T, H, value_dim]
-        return self.out(kernels.modulate(self.norm(out).flatten(1), z, "silu"), batch)
+        return kernels.delta_rule(q, k, v, a, b, self.rate, self.shift, cache.states, segments)
 
 
 class Mamba2(Weighted):
@@ -282,18 +303,22 @@ class Mamba2(Weighted):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the layer's output, x [T, E] -> [T, E], and store the states after the tokens in the cache."""
-        kernels, cache, segments = self.kernels, state_cache(batch, self.index), segments_in(batch)
         z, mixed, dt = self.projections(x, batch).split(self._sizes, dim=-1)
-        weights = self.convolution
+        shape = len(x), self._heads.size, self.head_dim
+        out = state_cache(batch, self.index).run(self._recur, (mixed, dt), shape, batch).flatten(1)  # [T, H * P]
+        return self.out(self._normed(self.kernels.modulate(out, z, "silu")), batch)
+
+    def _recur(self, inputs: Sequence[Tensor], cache: StateCache, segments: Segments) -> Tensor:
+        """Convolve, then update and read the states. Return [T, H, P]."""
+        (mixed, dt), kernels, weights = inputs, self.kernels, self.convolution
         mixed = kernels.convolve(mixed, weights.weight, weights.bias, cache.inputs, segments)
         values, b, c = mixed.split(self._channels, dim=-1)
         values = values.unflatten(-1, (-1, self.head_dim))
         b, c = (each.unflatten(-1, (-1, self.state_size)) for each in (b, c))
         low, high = self.limits
-        out = kernels.scan(
+        return kernels.scan(
             values, dt, b, c, self.rate, self.shift, self.skip, cache.states, segments, low=low, high=high
-        ).flatten(1)  # [T, H * P]
-        return self.out(self._normed(kernels.modulate(out, z, "silu")), batch)
+        )
 
     def _normed(self, x: Tensor) -> Tensor:
         """Normalise x [T, H * P] per group. A single group spans the heads of all ranks."""
@@ -328,11 +353,13 @@ class ShortConvolution(Weighted):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the layer's output, x [T, E] -> [T, E], and store the states after the tokens in the cache."""
         before, after, x = self.projections(x, batch).chunk(3, dim=-1)
-        weights, cache = self.convolution, state_cache(batch, self.index)
-        out = self.kernels.convolve(
-            x, weights.weight, weights.bias, cache.inputs, segments_in(batch), gates=(before, after)
-        )
+        out = state_cache(batch, self.index).run(self._recur, (x, before, after), x.shape, batch)
         return self.out(out, batch)
+
+    def _recur(self, inputs: Sequence[Tensor], cache: StateCache, segments: Segments) -> Tensor:
+        """Convolve between the gates. Return [T, C]."""
+        (x, before, after), weights = inputs, self.convolution
+        return self.kernels.convolve(x, weights.weight, weights.bias, cache.inputs, segments, gates=(before, after))
 
 
 def evenly(count: int, group: TensorParallelGroup) -> ShardRange:

@@ -23,12 +23,11 @@ from runtime.layers.batch_reads import BatchReads
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device, Event, Graph, collector_paused
-from runtime.worker.prompt_graphs import PromptGraphs
+from runtime.worker.prompt_graphs import SPANS, PromptGraphs
 from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
-SPANS = "spans"  # name of the array that cache kinds with states have (`ops.recurrence`)
 PROFILE_ROWS = 20  # maximum number of rows in the table of --enable-profile-cuda-graph
 NOTHING_MORE = BatchReads()
 # For each element of `_tables`: functions that write a step's attention plan before a replay.
@@ -134,9 +133,11 @@ class CudaGraphRunner:
             self._nonzero_values: set[str] = set()  # names of row values whose buffers may not be 0
             self._sampling = self._make_sampling(max(buckets.sizes, default=0))
         self._num_real = 0  # number of leading buffer rows that may have values of an earlier step
+        self._missed: ForwardBatch | None = None  # the step whose graph `choose` has just requested
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        replayed = self._replay(batch, None)
+        missed, self._missed = self._missed, None
+        replayed = self._replay(batch, None, is_requested=batch is missed)
         if replayed is not None:
             return replayed[0]
         hidden = None
@@ -160,7 +161,10 @@ class CudaGraphRunner:
         if choice is None or not (greedy or (not choice.greedy_only and choice.limits.issuperset(limits))):
             return None
         replayed = self._replay(batch, arrays)
-        return None if replayed is None else (replayed[0], replayed[1])
+        if replayed is None:
+            self._missed = batch
+            return None
+        return replayed[0], replayed[1]
 
     def is_waiting(self) -> bool:
         """Return whether graphs remain to be captured. May be called on any thread."""
@@ -225,8 +229,13 @@ class CudaGraphRunner:
             logger.exception("The graphs of prompts could not be captured. Steps with prompts run without graphs.")
             self._prompts = None
 
-    def _replay(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> tuple[Tensor, ...] | None:
-        """Replay the graph for this step and return its results, or None. With `arrays`, the graph samples."""
+    def _replay(
+        self, batch: ForwardBatch, arrays: SamplingArrays | None, *, is_requested: bool = False
+    ) -> tuple[Tensor, ...] | None:
+        """Replay the graph for this step and return its results, or None. With `arrays`, the graph samples.
+
+        A missing graph is captured soon, unless `is_requested`: the step has already requested the graph that it needs.
+        """
         size = self._fitting(batch)
         if size is None:
             return None
@@ -234,9 +243,10 @@ class CudaGraphRunner:
             batch = _one_token_per_row(batch, batch.token_rows)
         captured = self._graphs.get((size, arrays is not None))
         if captured is None:
-            self._request_capture(arrays is not None)
-            self._capture_soon((size, arrays is not None))
-            self._num_missed += 1
+            if not is_requested:
+                self._request_capture(arrays is not None)
+                self._capture_soon((size, arrays is not None))
+                self._num_missed += 1
             return None
         self._fill(batch, arrays)
         if any(captured.replans):

@@ -1,11 +1,11 @@
-"""Piecewise CUDA graphs of steps with prompts: the parts of the forward pass between attention calls."""
+"""Piecewise CUDA graphs of steps with prompts: the parts of the forward pass between attention or recurrence calls."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +19,21 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.batch_reads import BatchReads
 from runtime.layers.forward_batch import ForwardBatch, KindInputs, LayerCache
+from runtime.layers.recurrent import Recur, StateCache
 from runtime.worker.device import Device, Graph
 from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
-OUT = "out"  # name of the buffers for attention outputs
+OUT = "out"  # name of the buffers for the outputs of eager calls
+SPANS = "spans"  # name of the array that cache kinds with states have (`ops.recurrence`)
 
-# Computes attention from its inputs (queries) for all tokens of a step, with the rows of this step.
+# Computes attention or recurrence from its inputs (queries) for all tokens of a step, with the rows of this step.
 Attention = Callable[[Sequence[Tensor], ForwardBatch], Tensor]
 
 
 class _Call(NamedTuple):
-    """An attention call between two graphs."""
+    """An attention or recurrence call between two graphs."""
 
     inputs: Sequence[Tensor]  # written by the graph before it
     out: Tensor  # read by the graph after it
@@ -62,13 +64,14 @@ class _Input:
 class PromptGraphs:
     """Replays the forward pass of steps with prompts, if the number of their tokens fits a captured size.
 
-    Attention depends on the number and the lengths of a step's rows. All other operations depend only on the number of
-    tokens. A capture therefore ends a graph at every attention call and begins the next graph after it. A step replays
-    the graphs, and calls attention eagerly between them, so every attention backend works. Queries and attention
-    outputs are copied through buffers that all layers and sizes share.
+    Attention and recurrence depend on the number and the lengths of a step's rows. All other operations depend only on
+    the number of tokens. A capture therefore ends a graph at every attention call, and at every call that reads
+    recurrent states, and begins the next graph after it. A step replays the graphs, and makes these calls eagerly
+    between them, so every backend works. Their inputs and outputs are copied through buffers that all layers and sizes
+    share.
 
-    Steps are padded with tokens that write to the scratch page. Attention does not compute these tokens; their
-    attention outputs are 0. A size is captured only after a step has needed it. The same thread must call all methods,
+    Steps are padded with tokens that write to the scratch page. The eager calls do not compute these tokens; their
+    outputs are 0. A size is captured only after a step has needed it. The same thread must call all methods,
     except `is_waiting` and `num_missed`.
     """
 
@@ -88,9 +91,9 @@ class PromptGraphs:
         self._num_missed = 0
         self._num_real = 0  # number of leading tokens in the buffers that may have values of an earlier step
         self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers for the inputs and outputs of attention
-        # All cache kinds must have just a page table: layers of other kinds read the step's rows on the host.
-        pages_only = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
-        self._largest = max(buckets.sizes, default=0) if pages_only else 0
+        # Each further cache kind must have either just a page table or just spans.
+        capturable = all([*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds)
+        self._largest = max(buckets.sizes, default=0) if capturable else 0
         with torch.inference_mode(), device.forward():
             self._inputs, self._batch = self._make_buffers(self._largest, reads)
 
@@ -189,7 +192,10 @@ class PromptGraphs:
             divide()
             return out
 
-        caches = {index: _PausingCache(cache, pause) for index, cache in self._cache.items()}
+        caches: dict[int, Any] = {
+            index: _PausingStates(cache, pause) if isinstance(cache, StateCache) else _PausingCache(cache, pause)
+            for index, cache in self._cache.items()
+        }
         return self._model(_first_tokens(self._batch, size, caches))
 
     def _buffer(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -231,6 +237,8 @@ class PromptGraphs:
         )
         kinds = {}
         for name, unit in cache.kinds.items() if size else ():
+            if SPANS in KINDS[name].scratch_arrays([], 0):
+                continue  # only eager calls read spans
             slots = buffer(
                 lambda batch, name=name: batch.kinds[name].attention.slot_mapping, padding=unit * cache.page_size
             )
@@ -319,6 +327,21 @@ class _PausingCache:
     @property
     def nbytes(self) -> int:
         return self._cache.nbytes
+
+
+class _PausingStates:
+    """The states of a recurrent layer during a capture. Calls that read them are not captured, like attention."""
+
+    def __init__(
+        self, cache: StateCache, pause: Callable[[Sequence[Tensor], Sequence[int], Attention], Tensor]
+    ) -> None:
+        self._cache, self._pause = cache, pause
+
+    def run(self, recur: Recur, inputs: Sequence[Tensor], out_shape: Sequence[int], batch: ForwardBatch) -> Tensor:
+        def recur_in(parts: Sequence[Tensor], step: ForwardBatch) -> Tensor:
+            return self._cache.run(recur, parts, out_shape, step)
+
+        return self._pause(inputs, out_shape, recur_in)
 
 
 def _first_tokens(buffers: ForwardBatch, size: int, caches: Mapping[int, LayerCache]) -> ForwardBatch:

@@ -98,8 +98,6 @@ def _prompt_sizes(
         reason = "--disable-piecewise-cuda-graph is set"
     elif builder.args.offload.cpu_offload_gb or builder.args.offload.offload_group_size > 0:
         reason = "copies of weights from host memory would cross from one graph to the next"
-    elif facts.recurrent:
-        reason = "recurrent layers read the rows of steps with prompts on the host"
     elif builder.args.parallel.tp_size > 1:
         reason = "several ranks share the layers, and only their decode steps are captured"
     elif set(HEADS) & set((builder.args.speculative.speculative_algorithm or "").split(",")):

@@ -86,6 +86,15 @@ def test_size_of_an_eager_step_is_captured_next(monkeypatch: pytest.MonkeyPatch)
         assert graphs.captured == captured
 
 
+def test_a_step_without_its_graph_requests_that_graph_alone():
+    made = late_steps.Steps(12, 4, LateDevice(Random(0)))
+    graphs = made.use_graphs(Buckets((1, 2)))  # these graphs sample; others would end at hidden states
+    made.launch(batch(1))
+    made.finish_oldest()
+    assert graphs.num_missed() == 1
+    assert graphs.num_waiting == 2
+
+
 def test_rows_that_left_become_padding_again():
     made = steps(4)
     graphs: Any = made.forward
