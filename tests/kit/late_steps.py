@@ -50,6 +50,7 @@ from runtime.worker.worker import _states_of
 from scripted_drafts import script_drafts
 
 PAGE_SIZE = 4
+KV_DTYPE = torch.float32  # of the target's pages
 VOCAB_SIZE = 61
 CONTEXT = 64
 
@@ -203,7 +204,7 @@ class Steps:
             specs,
             num_pages,
             PAGE_SIZE,
-            torch.float32,
+            KV_DTYPE,
             "cpu",
             kinds={"state": 1 + STATES} if any(spec.kind == "state" for spec in specs.values()) else {},
             num_host_pages=num_host_pages,
