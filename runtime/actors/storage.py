@@ -42,7 +42,7 @@ MAX_LOADS = 4  # maximum number of concurrent loads
 FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts has been measured
 STALL_S = 5.0  # longest wait for a prompt to arrive at a prefill server
 # A decode server asks for further pages after this share of its wait so far, but within these limits.
-POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.05, 0.002, 0.01
+POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.03, 0.002, 0.005
 BACKENDS = ("file",)  # backends that a client may attach, if it names neither a folder nor a class
 LAYOUT = "1"  # must change whenever pages of equal tokens get other bytes
 

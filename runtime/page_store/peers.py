@@ -58,7 +58,7 @@ class PromptState(IntEnum):
 
 def greeting(space: StoreSpace) -> bytes:
     """Return the line with which a connection begins."""
-    return f"penstock-pages-1 {space.name} {space.rank}/{space.num_ranks}\n".encode()
+    return f"penstock-pages-2 {space.name} {space.rank}/{space.num_ranks}\n".encode()
 
 
 class OfferedPages:

@@ -50,7 +50,7 @@ class PageIO:
         except ConfigurationError as error:
             raise InvalidRequest(str(error)) from error
         self.detach()
-        self._store = CheckedStore(store)
+        self._store = CheckedStore(store, quick=backend in ("prefill", "decode"))
         num_threads = int(config.get("threads", DEFAULT_THREADS))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-pages")
 

@@ -12,6 +12,7 @@ COMMANDS = {
     "overhead": ("bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("bench.parallel", "a step of two processes against one, in its parts"),
     "experts": ("bench.experts", "experts on several ranks: sums against all-to-all, and the balance of a skewed load"),
+    "prefill-decode": ("bench.prefill_decode", "first tokens with prompts computed elsewhere, against one server"),
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
     "adapters": ("bench.adapters", "tokens per second with LoRA adapters in a batch, and without"),
     "images": ("bench.images", "image prompts against transformers, and the lag of the event loop under images"),
