@@ -52,9 +52,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     [
         "qwen3",
         "deepseek_v2",  # latent attention and experts
-        "qwen3_next",  # gated delta nets and experts
+        "lfm2",  # short convolutions
+        pytest.param("qwen3_next", marks=pytest.mark.slow),  # gated delta nets and experts
         pytest.param("granitemoehybrid", marks=pytest.mark.slow),  # Mamba 2
-        pytest.param("lfm2", marks=pytest.mark.slow),  # short convolutions
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("gpt_neox", marks=pytest.mark.slow),  # attention and MLP side by side

@@ -167,7 +167,15 @@ def test_a_warm_up_of_too_few_tokens_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v2", "qwen3_next", "lfm2", "granitemoehybrid", "gemma3", "qwen3_seeing"]
+    "family",
+    [
+        "qwen3_moe",
+        "qwen3_next",
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("deepseek_v2", "lfm2", "granitemoehybrid", "gemma3", "qwen3_seeing")
+        ),
+    ],
 )
 def test_no_step_compiles_a_kernel_after_the_warm_up(family: str) -> None:
     made = Made(family)
