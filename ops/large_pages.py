@@ -28,6 +28,31 @@ class LargePages:
         return torch.frombuffer(taken, dtype=torch.uint8)
 
 
+class ReusedPages(LargePages):
+    """Allocates like `LargePages`, and keeps its blocks. After a `reset`, tensors are in the same memory again.
+
+    The memory then has its old contents.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._blocks: list[memoryview] = []
+        self._num_used = 0
+
+    def take(self, size: int) -> Tensor:
+        """Return `size` bytes as a uint8 tensor, aligned to a cache line, at the start of its storage."""
+        while size > len(self._block):
+            if self._num_used == len(self._blocks):
+                self._blocks.append(large_pages(max(size, BLOCK_BYTES)))
+            self._block = self._blocks[self._num_used]
+            self._num_used += 1
+        return super().take(size)
+
+    def reset(self) -> None:
+        """Begin again with the first block. No tensor of `take` may be in use."""
+        self._num_used, self._block = 0, memoryview(b"")
+
+
 def large_pages(size: int) -> memoryview:
     """Return zeroed memory, in large pages if the system supports them. A page takes no memory until it is written."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

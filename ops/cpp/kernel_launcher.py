@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from threading import Lock
@@ -80,6 +81,15 @@ class KernelLauncher:
         of this time would be address translation.
         """
         return self._weights.take(size)
+
+    @contextmanager
+    def weights_in(self, memory: LargePages) -> Iterator[None]:
+        """Let `weight_memory` return tensors of `memory` inside the context."""
+        before, self._weights = self._weights, memory
+        try:
+            yield
+        finally:
+            self._weights = before
 
     def tokens(self, x: Tensor) -> int:
         """Return the number of tokens of x [T, ...] as an operand.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ops.large_pages import CACHE_LINE, LargePages
+from ops.large_pages import CACHE_LINE, LargePages, ReusedPages
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError, MissingTensor
@@ -61,6 +62,7 @@ class StagedWeights:
         self._pending: dict[str, Tensor] = {}  # tensors that have arrived and are not yet in a prepared layer
         self._is_complete = True  # whether every layer with pending tensors has been prepared
         self._scratch = NOTHING  # reused memory for the tensors of a fused layer, because new memory costs page faults
+        self._memory = ReusedPages()  # memory of prepared weights, which later updates may use again
         self._prepared: dict[Weighted, Weighted] = {}  # layer of the model -> the same layer with new weights
 
     @property
@@ -140,7 +142,8 @@ class StagedWeights:
             if missing and not (merge and _can_recover(layer)):
                 waiting += missing
                 continue
-            fresh = self._prepare(layer, source, present, recover=bool(missing))
+            with self._memory_of(layer):
+                fresh = self._prepare(layer, source, present, recover=bool(missing))
             if self._fixed:
                 _check_layout(layer, fresh)
             self._prepared[layer] = fresh
@@ -160,13 +163,19 @@ class StagedWeights:
             if name not in prepared and shards[0].default is None
         ]
 
-    def commit(self) -> set[str]:
-        """Replace the current weights by those of the prepared layers, and return the names of the tensors."""
+    def commit(self, *, keep_memory: bool = False) -> set[str]:
+        """Replace the current weights by those of the prepared layers, and return the names of the tensors.
+
+        With `keep_memory`, the memory of the prepared layers is kept for the next update.
+        """
         names = {name for layer in self._prepared for name in self._units[layer]}
         with torch.inference_mode():
-            for layer, fresh in self._prepared.items():
-                _replace(layer, fresh)
+            replaced = [_replace(layer, fresh) for layer, fresh in self._prepared.items()]
         self._prepared.clear()
+        if keep_memory and all(replaced):
+            self._memory.reset()
+        else:
+            self._memory = ReusedPages()
         if self._is_complete:  # the tensors of a quantised checkpoint are kept until here
             self._pending.clear()
         return names
@@ -176,6 +185,12 @@ class StagedWeights:
         self._pending.clear()
         self._prepared.clear()
         self._scratch = NOTHING
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Free the memory that `commit` has kept, unless layers are prepared in it."""
+        if not self._prepared:
+            self._memory = ReusedPages()
 
     def read(self, name: str, num_rows: int) -> dict[str, Any] | None:
         """Return this rank's part of the first rows of a tensor, or None if the rank has no part of it.
@@ -243,6 +258,13 @@ class StagedWeights:
             if reused:
                 self._leave_scratch(fresh)
         return fresh
+
+    def _memory_of(self, layer: Weighted) -> AbstractContextManager[None]:
+        """Let the layer's weight be packed into memory that is used again, because new memory costs page faults."""
+        if not isinstance(layer, Linear | VocabularyWeight) or type(layer.method) is not Unquantized:
+            return nullcontext()
+        launcher = layer.kernels.launcher
+        return nullcontext() if launcher is None else launcher.weights_in(self._memory)
 
     def _scratch_shell(self, layer: Weighted, dtype: torch.dtype) -> Weighted:
         """Like `_shell`, with parameters in the scratch memory, which the next layer overwrites."""
@@ -406,14 +428,20 @@ def _check_layout(layer: Weighted, fresh: Weighted) -> None:
             )
 
 
-def _replace(layer: Weighted, fresh: Weighted) -> None:
-    """Move the parameters of `fresh` to the layer. If the layouts agree, the old parameters' memory is reused."""
+def _replace(layer: Weighted, fresh: Weighted) -> bool:
+    """Move the parameters of `fresh` to the layer. If the layouts agree, the old parameters' memory is reused.
+
+    Return whether this is so for all parameters, so that the memory of `fresh` is free.
+    """
+    is_free = True
     for key, now in list(fresh.named_parameters(recurse=False)):
         before = getattr(layer, key)
         if before is not None and same_layout(before, now):
             before.untyped_storage().copy_(now.untyped_storage())
         else:
             setattr(layer, key, now)
+            is_free = False
+    return is_free
 
 
 def same_layout(one: Tensor, other: Tensor) -> bool:

@@ -174,11 +174,19 @@ class LoadedWeights:
             self._staged = StagedWeights(self._model, facts, plan, fixed=fixed, scaled_cache=scaled)
         return self._staged
 
-    def commit(self) -> int:
-        """Replace the current weights by the staged ones, and return the number of changed tensors."""
+    def free_update_memory(self) -> None:
+        """Free the memory that updates keep for later updates."""
+        if self._staged is not None:
+            self._staged.free_memory()
+
+    def commit(self, *, keep_memory: bool = False) -> int:
+        """Replace the current weights by the staged ones, and return the number of changed tensors.
+
+        With `keep_memory`, the memory of the staged layers is kept for the next update.
+        """
         if self._released:
             raise CheckpointError("The memory of the weights is released; resume it first.")
-        names = self.staged.commit()
+        names = self.staged.commit(keep_memory=keep_memory)
         self._from_files = self._from_files and not names
         self.unset -= names
         return len(names)
@@ -250,6 +258,7 @@ class LoadedWeights:
         if keep and not in_files:
             self._back_up()
         self._released = True
+        self.free_update_memory()
         return release(parameter.data for parameter in self._model.parameters())
 
     def resume(self) -> bool:

@@ -113,6 +113,8 @@ def close_transfer(rank: RankState, payload: Mapping[str, Any]) -> bool:
     group = rank.groups.pop(payload["name"], None)
     if group is not None:
         group.close()
+        if not rank.groups and rank.weights is not None:
+            rank.weights.free_update_memory()
     return group is not None
 
 
@@ -170,7 +172,7 @@ def missing_weights(rank: RankState, payload: Mapping[str, Any]) -> list[str]:
 def commit_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Put the staged layers in place, while no step is in flight. Return {"restored"} like `resume_memory`."""
     with _on_device(rank):
-        rank.loaded.commit()
+        rank.loaded.commit(keep_memory=bool(rank.groups))
     return {"restored": not rank.loaded.unset}
 
 

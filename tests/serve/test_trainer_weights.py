@@ -10,6 +10,7 @@ import asyncio
 import base64
 import json
 import pickle
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -383,28 +384,44 @@ async def test_the_checker_finds_weights_that_an_update_misses() -> None:
         assert await state(engine) == await fresh_state(new)
 
 
-async def test_requests_go_on_through_many_updates() -> None:
-    old, new = checkpoint(0), checkpoint(1)
-    both = [trainer_process.tensors_of(path) for path in (new, old)]
-    async with serving(old) as (engine, http):
-        stop = asyncio.Event()
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.long)])
+async def test_requests_go_on_through_many_updates(cycles: int) -> None:
+    """A cycle has two updates. Every token is the best one of the old or of the new weights."""
+    paths = checkpoint(0), checkpoint(1)
+    answers: set[tuple[int, ...]] = set()
+    async with serving(paths[0]) as (engine, http), trainer_process.trainer(2) as trainer:
+        await asyncio.gather(post(http, "/init_weights_update_group", trainer.group), trainer.joined())
+        stop, tensors, resident = asyncio.Event(), trainer_process.tensors_of(paths[1]), 0
+        body = {**trainer_process.announcement(paths[0]), "group_name": trainer_process.GROUP}
 
         async def traffic() -> int:
             count = 0
             while not stop.is_set():
-                body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 20}}
-                assert len((await post(http, "/generate", body))["output_ids"]) == 20
+                asked = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 20}}
+                answers.add(tuple((await post(http, "/generate", asked))["output_ids"]))
                 count += 1
             return count
 
         clients = [asyncio.create_task(traffic()) for _ in range(4)]
-        for number in range(20):
-            await engine.update_weights_from_tensor(both[number % 2], weight_version=str(number))
-            await asyncio.sleep(0)
+        for number in range(cycles):
+            await engine.update_weights_from_tensor(tensors, weight_version=str(number))
+            await asyncio.gather(post(http, "/update_weights_from_distributed", body), trainer.send(paths[0]))
+            if number == cycles // 2:
+                resident = resident_bytes()
+        assert resident_bytes() - resident < 64 * 2**20
         stop.set()
         assert all(await asyncio.gather(*clients))
+        old = paths[0]
         assert await state(engine) == await fresh_state(old)
         engine.core.check()
+    for answer in sorted(answers)[:8]:
+        ids = [*PROMPT, *answer]
+        best = [tiny_checkpoints.reference(path, ids[:-1])[len(PROMPT) - 1 :].argmax(-1).tolist() for path in paths]
+        assert all(token in choices for token, *choices in zip(answer, *best, strict=True))
 
 
 @pytest.mark.slow
