@@ -29,7 +29,16 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return with_triton
 
 
-@pytest.mark.parametrize("name", CASES)
+# Other cases of the default suite combine the features of these.
+PARTS = (
+    *("pages of one", "pages of 64", "no sharing", "window of one", "chunks", "soft cap", "sinks"),
+    *("slopes", "slopes, half precision", "head dim 80", "head dim 192", "fp8 e5m2 with scales"),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in PARTS else []) for name in CASES]
+)
 def test_the_kernels_equal_native(name: str, with_triton: ModuleType) -> None:
     agree(outputs(with_triton, CASES[name]), outputs(native, CASES[name]))
 
