@@ -43,6 +43,8 @@ FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts has bee
 STALL_S = 5.0  # longest wait for a prompt to arrive at a prefill server
 # A decode server asks for further pages after this share of its wait so far, but within these limits.
 POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.03, 0.002, 0.005
+# While a CPU computes steps, saves take at most this share of the time, and this number of pages at a time.
+SAVE_SHARE, SAVED_AT_ONCE = 0.02, 8
 BACKENDS = ("file",)  # backends that a client may attach, if it names neither a folder nor a class
 LAYOUT = "1"  # must change whenever pages of equal tokens get other bytes
 
@@ -84,6 +86,7 @@ class Storage:
         self._prompt_work = asyncio.Event()
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
+        self._rested = asyncio.Event()  # set when saves need not wait for steps any more
         self._attaching = anyio.Lock()
         self._saving = anyio.Lock()  # held while a save moves pages
         self._num_moving = 0
@@ -120,6 +123,8 @@ class Storage:
         if self._tier.attached and (self._tier.has_work or self._scheduler.has_copies):
             self._work.set()
             self._save_work.set()
+        if not self._slows_steps or self._tier.is_distrusting:
+            self._rested.set()
         if self._prompts is not None:
             self._prompt_work.set()
 
@@ -176,6 +181,7 @@ class Storage:
         """Start no further move of pages, and stop using the store."""
         if self._tier.attached:
             self._tier.detach()
+            self._rested.set()
             self.attachment = None
             self.wake()
 
@@ -305,19 +311,34 @@ class Storage:
                     if keys := self._tier.take_distrusted():
                         await self._move("delete_pages", keys, None)
                     copied = self._push_copies()
+                    began_s = time.monotonic()
                     async with self._saving:
                         has_saved = await self._save_some()
                     await _end_of(copied)
                     if not has_saved and copied is None:
                         break
+                    await self._rest(time.monotonic() - began_s)
             except (InvalidRequest, EngineClosed) as error:
                 logger.warning("Storage failed: %s", error.message)
             finally:
                 self._end_move()
 
+    @property
+    def _slows_steps(self) -> bool:
+        """Whether saves would take processor time from steps. Pages that another server waits for are saved anyway."""
+        on_cpu = self._plan.model.device == "cpu" and self._plan.cache.storage not in ("prefill", "decode")
+        return on_cpu and self._scheduler.num_running > 0
+
+    async def _rest(self, seconds: float) -> None:
+        """Leave the processor to the steps after a save that took `seconds`, until no step runs."""
+        if self._slows_steps and not self._tier.is_distrusting:
+            self._rested.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._rested.wait(), seconds * (1 / SAVE_SHARE - 1))
+
     async def _save_some(self) -> bool:
         """Save the next pages to the store. Return False if no pages are waiting."""
-        save = self._tier.take_save()
+        save = self._tier.take_save(SAVED_AT_ONCE) if self._slows_steps else self._tier.take_save()
         if save is None:
             return False
         num_failed = len(save.entries)

@@ -117,6 +117,11 @@ class StorageTier:
     def has_work(self) -> bool:
         return bool(self._ready or self._wanted or self._distrusted)
 
+    @property
+    def is_distrusting(self) -> bool:
+        """Whether pages wait to be removed from the store, because their KV may be wrong."""
+        return bool(self._distrusted)
+
     # --- from the host tier and the scheduler ---
 
     def written(self, key: bytes, entry: Entry) -> None:
@@ -264,10 +269,13 @@ class StorageTier:
         """Allow the sequences of a lookup to be admitted."""
         self.held.difference_update(wanted.sequences)
 
-    def take_save(self) -> Save | None:
-        """Return pages to save, or None. No page copy may be pending. The pages stay allocated until `end_save`."""
+    def take_save(self, limit: int = SAVED_AT_ONCE) -> Save | None:
+        """Return up to `limit` pages to save, or None. No page copy may be pending.
+
+        The pages stay allocated until `end_save`.
+        """
         entries: dict[bytes, Entry] = {}
-        while self._ready and len(entries) < SAVED_AT_ONCE:
+        while self._ready and len(entries) < limit:
             key = next(iter(self._ready))
             entry = self._ready.pop(key)
             if self._host.entry(key) is entry and key not in self.saving:

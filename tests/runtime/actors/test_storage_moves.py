@@ -99,3 +99,59 @@ async def test_a_pending_prompt_is_awaited_and_an_ended_one_is_not(monkeypatch: 
     prefilling = Prefilling((0, PromptState.UNKNOWN), (1, PromptState.PENDING), (0, PromptState.ENDED))
     assert await prefilling.found() == 1, "it has failed, so no further page comes"
     assert prefilling.num_polls == 3
+
+
+async def test_saves_wait_for_steps_that_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small save is performed while requests run, the next one after them, and then all pages at once."""
+    monkeypatch.setattr(storage_module, "SAVE_SHARE", 1e-9)
+    tier, scheduler, saved = _Saving(100), SimpleNamespace(num_running=1, has_copies=False), asyncio.Event()
+    sizes: list[int] = []
+
+    def call(verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
+        assert verb == "save_pages"
+        sizes.append(len(payload["pages"]))
+        saved.set()
+        done = asyncio.get_running_loop().create_future()
+        done.set_result([{"failed": 0}])
+        return done
+
+    plan = SimpleNamespace(cache=SimpleNamespace(storage="file"), model=SimpleNamespace(device="cpu"))
+    storage: Any = Storage(plan, "", "", tier, scheduler, SimpleNamespace(call=call))  # type: ignore[arg-type]
+    task = asyncio.ensure_future(storage._save())
+    storage.notify()
+    await saved.wait()
+    for _ in range(20):
+        storage.notify()
+        await asyncio.sleep(0)
+    assert sizes == [8]
+    scheduler.num_running = 0
+    storage.notify()
+    while tier.num_ready:
+        saved.clear()
+        await saved.wait()
+    assert sizes == [8, 64, 28]
+    task.cancel()
+
+
+class _Saving:
+    """The pages of a storage tier that wait to be saved."""
+
+    attached, is_distrusting = True, False
+
+    def __init__(self, num_ready: int) -> None:
+        self.num_ready = num_ready
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_ready > 0
+
+    def take_distrusted(self) -> list[bytes]:
+        return []
+
+    def take_save(self, limit: int = 64) -> Any:
+        count = min(limit, self.num_ready)
+        self.num_ready -= count
+        return SimpleNamespace(entries={bytes([n]): SimpleNamespace(page=n) for n in range(count)}) if count else None
+
+    def end_save(self, save: Any, num_failed: int) -> None:
+        return
