@@ -331,7 +331,7 @@ class Storage:
 
     async def _rest(self, seconds: float) -> None:
         """Leave the processor to the steps after a save that took `seconds`, until no step runs."""
-        if self._slows_steps and not self._tier.is_distrusting:
+        if self._slows_steps and self._tier.attached and not self._tier.is_distrusting:
             self._rested.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._rested.wait(), seconds * (1 / SAVE_SHARE - 1))
