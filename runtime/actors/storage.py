@@ -311,13 +311,12 @@ class Storage:
                     if keys := self._tier.take_distrusted():
                         await self._move("delete_pages", keys, None)
                     copied = self._push_copies()
-                    began_s = time.monotonic()
                     async with self._saving:
-                        has_saved = await self._save_some()
+                        saving_s = await self._save_some()
                     await _end_of(copied)
-                    if not has_saved and copied is None:
+                    if saving_s is None and copied is None:
                         break
-                    await self._rest(time.monotonic() - began_s)
+                    await self._rest(saving_s or 0.0)
             except (InvalidRequest, EngineClosed) as error:
                 logger.warning("Storage failed: %s", error.message)
             finally:
@@ -336,11 +335,11 @@ class Storage:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._rested.wait(), seconds * (1 / SAVE_SHARE - 1))
 
-    async def _save_some(self) -> bool:
-        """Save the next pages to the store. Return False if no pages are waiting."""
+    async def _save_some(self) -> float | None:
+        """Save the next pages to the store. Return the seconds that this took, or None if no pages are waiting."""
         save = self._tier.take_save(SAVED_AT_ONCE) if self._slows_steps else self._tier.take_save()
         if save is None:
-            return False
+            return None
         num_failed = len(save.entries)
         try:
             pages = [entry.page for entry in save.entries.values()]
@@ -349,7 +348,7 @@ class Storage:
         finally:
             self._tier.end_save(save, num_failed)
             self._prompt_work.set()
-        return True
+        return max(answer["us"] for answer in answers) / 1e6
 
     async def _move(self, verb: str, keys: Sequence[bytes], pages: Sequence[int] | None) -> list[Any]:
         payload: dict[str, Any] = {"keys": [key.hex() for key in keys]}

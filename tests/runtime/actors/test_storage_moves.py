@@ -112,7 +112,7 @@ async def test_saves_wait_for_steps_that_a_cpu_computes(monkeypatch: pytest.Monk
         sizes.append(len(payload["pages"]))
         saved.set()
         done = asyncio.get_running_loop().create_future()
-        done.set_result([{"failed": 0}])
+        done.set_result([{"failed": 0, "us": 1000}])
         return done
 
     plan = SimpleNamespace(cache=SimpleNamespace(storage="file"), model=SimpleNamespace(device="cpu"))
