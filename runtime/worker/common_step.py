@@ -20,6 +20,7 @@ from runtime.kv_cache.registry import KINDS
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
 from runtime.worker.device import Read
+from runtime.worker.branches import branch_arrays, copy_taken
 from runtime.worker.drafts import accept_limits, settle, with_exact_starts
 from runtime.worker.logprobs import CHUNK, ScoredPrompts
 from runtime.worker.model_runner import StepExecutor
@@ -109,15 +110,20 @@ class CommonStep:
 
     def keep(
         self, samples: SampleInputs | None, ids: Tensor, shares: Sequence[StepShare], limits: np.ndarray | None = None
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Store the last tokens of this group's sequences. `ids` [N] are the sampled ids of all groups.
 
-        Returns the number of accepted draft tokens of each row with draft tokens, or None without draft tokens.
+        Returns the results of `settle`, or (None, None) without draft tokens. The KV of taken branches is copied to the
+        pages of their sequences.
         """
         own = ids.split([share.sampled for share in shares])[self._group]
         if samples is None or not len(own):
-            return None
-        return _keep(samples, own, self._executor.last_tokens, self._executor.lengths, limits)
+            return None, None
+        executor = self._executor
+        accepted, taken = _keep(samples, own, executor.last_tokens, executor.lengths, limits)
+        if samples.drafts is not None and accepted is not None and taken is not None:
+            copy_taken(executor.pool, samples.drafts, taken, accepted)
+        return accepted, taken
 
 
 class CommonStepLeader:
@@ -168,10 +174,10 @@ class CommonStepLeader:
                 continue
             limits = accept_limits(batch, each.host_data.without_token)
             if group:
-                accepted = end.keep(batch, each.ids, limits)
+                accepted, taken = end.keep(batch, each.ids, limits)
             else:
-                accepted = self._step.keep(samples, chosen, shares, limits)
-            sampled[group] = each = replace(each, accepted=accepted)
+                accepted, taken = self._step.keep(samples, chosen, shares, limits)
+            sampled[group] = each = replace(each, accepted=accepted, taken=taken)
             if each.uncounted is not None and accepted is not None:
                 end.sampler.count(each, accepted)
 
@@ -200,6 +206,7 @@ class _GroupEnd:
         self.sampler = sampler
         self._staging = Staging(executor.device)
         self._is_host = executor.device.is_host
+        self._page_size = executor.pool.page_size
         self._staged = Staged({}, {})
         # The ranks of other groups have this state too. Rank 0 needs it to verify draft tokens.
         tables = (executor.last_tokens, executor.lengths)
@@ -220,14 +227,15 @@ class _GroupEnd:
             return None
         return self.sampler.sample(logits, batch, self._staged)
 
-    def keep(self, batch: Batch, ids: Tensor, limits: np.ndarray | None) -> Tensor | None:
-        """Store the last tokens (see `CommonStep.keep`)."""
+    def keep(self, batch: Batch, ids: Tensor, limits: np.ndarray | None) -> tuple[Tensor | None, Tensor | None]:
+        """Store the last tokens (see `CommonStep.keep`). The ranks of the group copy the KV of taken branches."""
         samples, arrays = samples_on_host(batch), {}
         if samples.sequences is not None:
             arrays["sequences"] = samples.sequences.numpy().astype(np.int64)
-        arrays |= {name: tensor.numpy() for name, tensor in (samples.drafts or {}).items()}
-        on_device = self._staging.copy(arrays)
-        drafts = None if samples.drafts is None else {name: on_device[name] for name in samples.drafts}
+        of_drafts = {name: tensor.numpy() for name, tensor in (samples.drafts or {}).items()}
+        of_drafts |= branch_arrays(batch, np.zeros(len(batch.token_ids), np.int64), self._page_size)
+        on_device = self._staging.copy(arrays | of_drafts)
+        drafts = None if samples.drafts is None else {name: on_device[name] for name in of_drafts}
         samples = samples._replace(sequences=on_device.get("sequences"), drafts=drafts)
         return _keep(samples, ids, self._last_tokens, self._lengths, limits)
 
@@ -248,12 +256,12 @@ class _GroupEnd:
 
 def _keep(
     samples: SampleInputs, ids: Tensor, last_tokens: Tensor, lengths: Tensor, limits: np.ndarray | None
-) -> Tensor | None:
+) -> tuple[Tensor | None, Tensor | None]:
     if samples.drafts is not None:
-        return settle(ids, samples.drafts, last_tokens, lengths, limits)[0]
+        return settle(ids, samples.drafts, last_tokens, lengths, limits)
     if samples.sequences is not None:
         last_tokens[samples.sequences] = ids
-    return None
+    return None, None
 
 
 def _only(group: int, count: int, num_groups: int) -> list[int]:

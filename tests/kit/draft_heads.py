@@ -35,7 +35,7 @@ EPS = 1e-3
 class TinyHead:
     """A tiny target with a random draft head of one kind, and the reference."""
 
-    def __init__(self, folder: Path, kind: str, *, seed: int = 5) -> None:
+    def __init__(self, folder: Path, kind: str, *, seed: int = 5, **shape: Any) -> None:
         self.kind, self.algorithm = kind, kind.split()[0]
         self.generator = torch.Generator().manual_seed(seed)
         self.target, self.full, self.head = folder / "target", folder / "full", folder / "head"
@@ -43,7 +43,7 @@ class TinyHead:
         for each in (self.target, self.full, self.head):
             each.mkdir()
         self.vocab_size = tiny_tokenizers.write(self.full).vocab_size
-        layers: dict[str, Any] = {"num_hidden_layers": 4} if kind in NEXTN else {}
+        layers: dict[str, Any] = {"num_hidden_layers": 4, **shape} if kind in NEXTN else shape
         if family == "qwen3_next":
             layers["layer_types"] = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
         tiny_checkpoints.write(
