@@ -6,13 +6,16 @@ than a step that computes one. The index is a suffix automaton of the sequence's
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from runtime.speculative.pace import Pace
 from runtime.speculative.suffix_automaton import ROOT, SuffixAutomaton
 
 CATCH_UP_TOKENS = 1024  # maximum number of tokens indexed in one call (about 1 ms)
 STEP_TOKENS = 2048  # maximum number of tokens that all drafters together index in one step, without short calls
+MAX_CONTINUATIONS = 64  # maximum number of continuations of an n-gram that are compared
 SHORT_TOKENS = 16  # a call with at most this number of new tokens is short: it always indexes them
 
 
@@ -121,8 +124,7 @@ class NgramDrafter:
         """Return the `count` ids that are expected to follow."""
         if self._settings.by_frequency:
             return self._follow(self._state, self._length, count)
-        nexts, ends = self._index.nexts[self._state], self._index.ends
-        begin = self._first + max([ends[state] for state in nexts.values()]) - 1
+        begin = self._first + self._index.befores[self._state]  # the last occurrence ends the text
         found = ids[begin : begin + count]
         while len(found) < count:  # the match overlaps its continuation, so the text repeats with a period
             found += found[: count - len(found)]
@@ -132,7 +134,14 @@ class NgramDrafter:
         """Return the tokens that followed strings of this state, the most recent or most frequent one first."""
         index, nexts = self._index, self._index.nexts[state]
         rank = index.counts if self._settings.by_frequency else index.ends
-        return sorted(nexts, key=lambda token: (rank[nexts[token]], index.ends[nexts[token]]), reverse=True)
+        compared = self._compared(nexts)
+        return sorted(compared, key=lambda token: (rank[nexts[token]], index.ends[nexts[token]]), reverse=True)
+
+    def _compared(self, nexts: dict[int, int]) -> Iterable[int]:
+        """Return the tokens of `nexts` of which the best are chosen: the first or the newest `MAX_CONTINUATIONS`."""
+        if len(nexts) <= MAX_CONTINUATIONS:
+            return nexts
+        return islice(nexts if self._settings.by_frequency else reversed(nexts), MAX_CONTINUATIONS)
 
     def _follow(self, state: int, length: int, count: int, token: int | None = None) -> list[int]:
         """Return up to `count` ids that follow a string of this state, beginning with `token` if it is given."""
@@ -143,7 +152,7 @@ class NgramDrafter:
                 length = min(length, index.lengths[state])
             if token is None:
                 nexts, rank = index.nexts[state], index.counts if self._settings.by_frequency else index.ends
-                token = max(nexts, key=lambda each: (rank[nexts[each]], index.ends[nexts[each]]))
+                token = max(self._compared(nexts), key=lambda each: (rank[nexts[each]], index.ends[nexts[each]]))
             found.append(token)
             state, length = index.suffix(index.nexts[state][token], length + 1, most)
             token = None
@@ -163,7 +172,7 @@ class NgramDrafter:
                 state = index.links[state]
                 length = min(length, index.lengths[state])
             nexts = index.nexts[state]
-            total = max(sum(index.counts[each] for each in nexts.values()), 1)
+            total = max(index.counts[state] - (index.ends[state] == index.num_tokens), 1)
             most = settings.max_breadth if settings.by_frequency else max(int(breadth), 1)
             others = [token for token in self._ranked(state)[:most] if token != own][: most - 1] if depth > 0 else ()
             found += [(depth, state, length, token) for token in others]

@@ -12,12 +12,24 @@ ROOT = 0
 
 
 class SuffixAutomaton:
-    """All substrings of a text. For those of up to `max_length` tokens: the number and the last end of occurrences.
+    """All substrings of a text. For those of up to `max_length` tokens: number and last two ends of occurrences.
 
     `state` is the state of the text's last `length` tokens, where `length` is at most `max_length`.
     """
 
-    __slots__ = ("_last", "counts", "ends", "length", "lengths", "links", "max_length", "nexts", "num_tokens", "state")
+    __slots__ = (
+        "_last",
+        "befores",
+        "counts",
+        "ends",
+        "length",
+        "lengths",
+        "links",
+        "max_length",
+        "nexts",
+        "num_tokens",
+        "state",
+    )
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
@@ -26,6 +38,7 @@ class SuffixAutomaton:
         self.links = [-1]  # state of the longest suffix that occurs at further positions
         self.lengths = [0]  # length of the longest string
         self.ends = [0]  # position after the last occurrence
+        self.befores = [0]  # position after the occurrence before the last one
         self.counts = [0]  # number of occurrences
         self.num_tokens = 0
         self.state, self.length = ROOT, 0
@@ -33,13 +46,13 @@ class SuffixAutomaton:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
-        links, ends, counts = self.links, self.ends, self.counts
+        links, ends, befores, counts = self.links, self.ends, self.befores, self.counts
         for token in tokens:
             self.num_tokens += 1
             self._append(token)
             state = self.state
             while state > ROOT:
-                ends[state] = self.num_tokens
+                befores[state], ends[state] = ends[state], self.num_tokens
                 counts[state] += 1
                 state = links[state]
 
@@ -50,6 +63,7 @@ class SuffixAutomaton:
         lengths.append(lengths[state] + 1)
         links.append(ROOT)
         self.ends.append(self.num_tokens)
+        self.befores.append(0)
         self.counts.append(0)
         while state != -1 and token not in nexts[state]:
             nexts[state][token] = new
@@ -86,6 +100,7 @@ class SuffixAutomaton:
         lengths.append(length)
         links.append(links[following])
         self.ends.append(self.ends[following])
+        self.befores.append(self.befores[following])
         self.counts.append(self.counts[following])
         links[following] = split
         if self.state == following and self.length <= length:

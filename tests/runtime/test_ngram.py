@@ -175,3 +175,17 @@ def test_long_texts_share_what_is_indexed_in_a_step():
     assert sizes == [ngram.CATCH_UP_TOKENS, ngram.STEP_TOKENS - ngram.CATCH_UP_TOKENS, 0, 0]
     short = NgramDrafter(4, LookupSettings(), budget)
     assert short.propose([1, 2, 3, 4, 1, 2], 0, 2) == [3, 4]  # short texts do not wait
+
+
+def test_an_n_gram_with_many_continuations_is_looked_up_quickly() -> None:
+    """The most recent continuation is found without a look at all of them. Trees compare only some."""
+    ids = [token for other in range(10, 20_000) for token in (1, 2, other)] + [1, 2]
+    for settings in ({}, {"by_frequency": True}, {"max_breadth": 3, "max_ids": 16}):
+        lookup = drafter(8, (2, 8), **settings)
+        while not (found := lookup.propose(ids, 0, 8)):
+            pass
+        assert settings.get("by_frequency") or found[0] == 19_999
+        state = lookup._state
+        assert len(lookup._index.nexts[state]) > 10_000
+        assert len([*lookup._compared(lookup._index.nexts[state])]) == ngram.MAX_CONTINUATIONS
+        lookup.alternatives(found)
