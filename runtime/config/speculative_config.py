@@ -14,15 +14,22 @@ _METHODS = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE3",
     "mtp": "NEXTN",
+    "suffix": "NGRAM",
 }
 _OPTIONS = {
     "model": "speculative_draft_model_path",
     "revision": "speculative_draft_model_revision",
     "prompt_lookup_max": "speculative_ngram_max_match_window_size",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
+    "suffix_decoding_max_tree_depth": "speculative_ngram_max_trie_depth",
 }
 # vLLM's settings of the draft step that Penstock does not support. Only the value given here (or null) is accepted.
-_NEUTRAL = {"enforce_eager": False, "parallel_drafting": False, "disable_padded_drafter_batch": False}
+_NEUTRAL = {
+    "enforce_eager": False,
+    "parallel_drafting": False,
+    "disable_padded_drafter_batch": False,
+    "suffix_decoding_max_cached_requests": 0,
+}
 
 
 def as_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +44,9 @@ def as_options(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigurationError(f"{FLAG}: method must be {', '.join(_METHODS)}, not {method!r}.")
     options = {option: config[key] for key, option in _OPTIONS.items() if key in config}
     options["speculative_algorithm"] = _METHODS[method]
+    if method == "suffix":
+        options["speculative_ngram_match_type"] = "PROB"
     if "num_speculative_tokens" in config:
-        name = "speculative_num_draft_tokens" if method == "ngram" else "speculative_num_steps"
+        name = "speculative_num_draft_tokens" if method in ("ngram", "suffix") else "speculative_num_steps"
         options[name] = config["num_speculative_tokens"]
     return options

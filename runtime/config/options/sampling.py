@@ -112,9 +112,9 @@ class SpeculativeArgs:
     )
     speculative_config: Json = option(
         {},
-        "Settings of speculation in vLLM's form, a JSON object with method (ngram, draft_model, eagle, eagle3, mtp), "
-        "model, revision, "
-        "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. It sets the options of this group.",
+        "Settings of speculation in vLLM's form, a JSON object with method (ngram, suffix, draft_model, eagle, eagle3, "
+        "mtp), model, revision, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min and "
+        "suffix_decoding_max_tree_depth. It sets the options of this group.",
         plan="scheduler.max_drafts",
         other_unit=True,
     )

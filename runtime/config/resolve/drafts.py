@@ -160,7 +160,7 @@ def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dic
     if model is not None:
         decisions["max_model_drafts"] = _model_drafts(builder, model, chained=algorithm != model, facts=facts)
     if "NGRAM" in methods(builder):
-        most = MAX_DRAFTS if model is None or not facts.recurrent else 1
+        most = 1 if facts.recurrent else MAX_DRAFTS  # recurrent layers can take back one token
         decisions["max_lookup_drafts"] = lookup = builder.follow_or(
             "speculative_num_draft_tokens", most, "the default for prompt lookup"
         )

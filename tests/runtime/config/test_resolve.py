@@ -502,6 +502,15 @@ def test_attention_by_products_is_for_bfloat16_on_a_cpu_without_amx(machine: Mac
             },
         ),
         (
+            {"method": "suffix", "num_speculative_tokens": 16, "suffix_decoding_max_tree_depth": 24},
+            {
+                "speculative_algorithm": "NGRAM",
+                "speculative_num_draft_tokens": 16,
+                "speculative_ngram_match_type": "PROB",
+                "speculative_ngram_max_trie_depth": 24,
+            },
+        ),
+        (
             {"model": "draft", "num_speculative_tokens": 3},
             {
                 "speculative_algorithm": "STANDALONE",
