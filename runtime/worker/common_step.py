@@ -19,8 +19,8 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
-from runtime.worker.device import Read
 from runtime.worker.branches import branch_arrays, copy_taken
+from runtime.worker.device import Read
 from runtime.worker.drafts import accept_limits, settle, with_exact_starts
 from runtime.worker.logprobs import CHUNK, ScoredPrompts
 from runtime.worker.model_runner import StepExecutor

@@ -18,6 +18,7 @@ COMMANDS = {
     "images": ("bench.images", "image prompts against transformers, and the lag of the event loop under images"),
     "grammars": ("bench.grammars", "steps with a grammar for each row against none, and masks alone"),
     "fast-forward": ("bench.fast_forward", "forced tokens appended without a step of their own, and sampled"),
+    "drafts": ("bench.drafts", "speculative decoding against plain decoding: every token, and the speed"),
     "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
     "accuracy": ("bench.accuracy", "bfloat16 and 8 bits against transformers in float32"),
     "soak": ("bench.soak", "requests that come and leave at random, and what they leave behind"),

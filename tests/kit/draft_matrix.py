@@ -23,10 +23,10 @@ import tiny_models
 from draft_heads import NEXTN, TinyHead
 from runtime.batch import Batch
 from runtime.errors import ConfigurationError
+from runtime.speculative.ngram import NgramDrafter
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel, drafted_by_model
 from runtime.worker.model_runner import StepExecutor
-from runtime.speculative.ngram import NgramDrafter
 from serve import Engine
 
 Known = Mapping[tuple[int, ...], list[int]]  # prompt ids -> the ids of plain decoding
@@ -151,7 +151,7 @@ def calls(path: str, vocab_size: int) -> dict[str, dict[str, Any]]:
 
 
 async def outputs(engine: Engine, requests: Mapping[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the answers to the requests in each way: alone, cached, at once with a warm cache, at once with a cold one."""
+    """Return the answers to the requests in each way: alone, cached, at once with a warm and with a cold cache."""
 
     async def alone() -> list[dict[str, Any]]:
         return [await engine.generate(**request) for request in requests.values()]
@@ -189,7 +189,7 @@ def _adapters(requests: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def compare(family: str, method: str, **options: Any) -> Found | None:
-    """Compare a family with drafts of this method to plain decoding. Return None if the engine refuses a tree for it."""
+    """Compare a family with drafts of this method to plain decoding. Return None if it takes no tree."""
     name, is_tree = method.removesuffix(" tree"), method.endswith(" tree")
     path, own = _model(family, name)
     requests, expected = plain(path, **{name: options[name] for name in RANKS if name in options})

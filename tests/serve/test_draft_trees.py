@@ -106,26 +106,7 @@ async def test_prompt_lookup_proposes_trees(match_type: str, monkeypatch: pytest
 
 
 @pytest.mark.slow
-async def test_every_rank_takes_the_same_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 proposes all ids, and every rank copies the KV of the branches that are taken."""
-    taken = count_taken(monkeypatch)
-    monkeypatch.setitem(globals(), "PARAMS", PARAMS[:2])
-    expected = [answer[IDS] for answer in await answers(tp_size=2)]
-    found = await answers(speculative_algorithm="EAGLE3", **TREE, **ALWAYS, tp_size=2)
-    assert [answer[IDS] for answer in found] == expected
-    assert any(taken)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["STANDALONE", "NGRAM,STANDALONE", "NGRAM,EAGLE3"])
-async def test_every_method_may_have_alternatives(method: str, plain: list[list[int]]) -> None:
-    path = {"speculative_draft_model_path": demo_path()} if "STANDALONE" in method else {}
-    found = await answers(speculative_algorithm=method, **path, speculative_eagle_topk=2, **ALWAYS)
-    assert [answer[IDS] for answer in found] == plain
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["EAGLE llama", "EAGLE3 small vocabulary", "NEXTN deepseek_v3"])
+@pytest.mark.parametrize("kind", ["EAGLE llama", "NEXTN deepseek_v3"])
 async def test_tiny_heads_with_trees(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Latent attention and experts are verified in branches, too."""
     tiny, taken = TinyHead(tmp_path, kind), count_taken(monkeypatch)
