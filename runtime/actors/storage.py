@@ -39,12 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 
 MAX_LOADS = 4  # maximum number of concurrent loads
+MAX_WATCHES = 64  # the same on a decode server, whose loads mostly wait for prompts to be computed
 FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts has been measured
 STALL_S = 5.0  # longest wait for a prompt to arrive at a prefill server
 # A decode server asks for further pages after this share of its wait so far, but within these limits.
 POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.03, 0.002, 0.005
 # While a CPU computes steps, saves take at most this share of the time, and this number of pages at a time.
 SAVE_SHARE, SAVED_AT_ONCE = 0.02, 8
+LOOKUP_S = 0.0005  # each concurrent load lengthens the time between two questions by this time
 BACKENDS = ("file",)  # backends that a client may attach, if it names neither a folder nor a class
 LAYOUT = "1"  # must change whenever pages of equal tokens get other bytes
 
@@ -106,7 +108,7 @@ class Storage:
                 await self.attach(Attachment(cache.storage, cache.storage_config))
             except PenstockError as error:
                 logger.error("Storage is off: %s", error)
-        limit = asyncio.Semaphore(MAX_LOADS)
+        limit = asyncio.Semaphore(MAX_WATCHES if cache.storage == "decode" else MAX_LOADS)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._save)
             if self._prompts is not None:
@@ -281,19 +283,20 @@ class Storage:
             if state == PromptState.ENDED or (state == PromptState.UNKNOWN and waited_s > STALL_S):
                 logger.warning("A prefill server sent %d of %d pages; the rest is computed.", number, len(keys))
                 return number
-            await asyncio.sleep(min(max(MIN_POLL_S, waited_s * POLL_SHARE), MAX_POLL_S))
+            poll_s = min(max(MIN_POLL_S, waited_s * POLL_SHARE), MAX_POLL_S)
+            await asyncio.sleep(max(poll_s, self._num_moving * LOOKUP_S))
 
     def _is_prefilled(self, wanted: Wanted) -> bool:
         """Return whether a waiting request needs pages that a prefill server computes."""
         return any(each.request.caller.prefilled and each in self._scheduler for each in wanted.sequences)
 
     async def _tell_prompts(self, prompts: PromptNotes) -> None:
-        """Tell the store which prompts are pending and which have ended."""
+        """Tell the store which prompts are pending and which have ended, even after pages are offered no longer."""
         while True:
             await self._prompt_work.wait()
             self._prompt_work.clear()
             begun, ended = prompts.take()
-            if self._tier.attached and (begun or ended):
+            if begun or ended:
                 payload = {"begun": [key.hex() for key in begun], "ended": [key.hex() for key in ended]}
                 try:
                     await asyncio.shield(self._runner.call("note_prompts", payload))
