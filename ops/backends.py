@@ -20,17 +20,19 @@ GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # major number of the compute capa
 class GpuWith:
     """Requires a package, and a GPU with at least `CAPABILITY`.
 
-    `generation`, if given, is the required major number of the GPU's compute capability. `compiled`, if given, names a
-    package of precompiled kernels. If it is not installed, `package` compiles its kernels with nvcc on first use.
+    `generations`, if given, are the possible major numbers of the GPU's compute capability. `compiled`, if given, names
+    a package of precompiled kernels. If it is not installed, `package` compiles its kernels with nvcc on first use.
     """
 
     package: str
-    generation: int | None = None
+    generations: tuple[int, ...] = ()
     compiled: str | None = None
 
     def __str__(self) -> str:
-        if self.generation is not None:
-            return f"an NVIDIA {GENERATIONS[self.generation]} GPU (compute capability {self.generation}.x)"
+        if self.generations:
+            names = " or ".join(GENERATIONS[each] for each in self.generations)
+            numbers = " or ".join(f"{each}.x" for each in self.generations)
+            return f"an NVIDIA {names} GPU (compute capability {numbers})"
         return f"an NVIDIA GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or newer"
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
@@ -40,7 +42,7 @@ class GpuWith:
         """
         if gpu is None:
             return f"needs {self}, and this model runs on the CPU"
-        if gpu.capability < CAPABILITY or self.generation not in (None, gpu.capability[0]):
+        if gpu.capability < CAPABILITY or (self.generations and gpu.capability[0] not in self.generations):
             return f"needs {self}, and {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
         if self.package not in machine.packages:
             return f"needs the package {self.package}, which is not installed (pip install 'penstock[cuda]')"
@@ -196,7 +198,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
     "fa3": AttentionBackend(
         file="with_fa3",
         kernels="FlashAttention 3",
-        needs=GpuWith("flashinfer-python", generation=9, compiled=FLASHINFER_COMPILED),
+        needs=GpuWith("flashinfer-python", generations=(9,), compiled=FLASHINFER_COMPILED),
         head_dims=FLASHINFER_HEAD_DIMS,
         latent_dims=(LATENT_DIMS,),
         dtypes=FLASHINFER_DTYPES,
@@ -209,7 +211,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
     "trtllm_mha": AttentionBackend(
         file="with_trtllm",
         kernels="TensorRT-LLM's",
-        needs=GpuWith("flashinfer-python", generation=10, compiled=FLASHINFER_COMPILED),
+        needs=GpuWith("flashinfer-python", generations=(10,), compiled=FLASHINFER_COMPILED),
         head_dims=FLASHINFER_HEAD_DIMS,
         dtypes=FLASHINFER_DTYPES,
         page_sizes=TRTLLM_PAGE_SIZES,
@@ -220,7 +222,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
     "trtllm_mla": AttentionBackend(
         file="with_trtllm_mla",
         kernels="TensorRT-LLM's for MLA, and FlashInfer's for prefill",
-        needs=GpuWith("flashinfer-python", generation=10, compiled=FLASHINFER_COMPILED),
+        needs=GpuWith("flashinfer-python", generations=(10,), compiled=FLASHINFER_COMPILED),
         latent_dims=(LATENT_DIMS,),
         only_latent=True,
         dtypes=("bfloat16",),
@@ -244,6 +246,16 @@ SAMPLING: Mapping[str, SamplingBackend] = {
 # These operations all use the first backend of SMALL that runs on the machine, unless `runtime.config.resolve.kernels`
 # overrides it (C++ kernels on a CPU, --lora-backend, --enable-torch-compile).
 SMALL_OPERATIONS = ("activation", "kv", "low_rank", "norm", "rope")
+# Implementations of experts besides C++ and torch. The first is the default on a GPU that can run it.
+EXPERTS: Mapping[str, Backend] = {
+    "triton": ATTENTION["triton"],
+    "flashinfer_cutlass": Backend(
+        file="with_flashinfer",
+        kernels="FlashInfer's CUTLASS kernels, for experts in 16 bits",
+        needs=GpuWith("flashinfer-python", generations=(9, 10), compiled=FLASHINFER_COMPILED),
+        captured=True,
+    ),
+}
 GPU_OPERATIONS = ("embedding", "moe", "recurrence")  # Triton or torch on a GPU, C++ or torch on a CPU
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 

@@ -47,7 +47,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "moe": (
         ("route", "mix", "prepare_experts", "prepare_grouped_experts", "one_expert"),
-        ("native", "with_cpp", "with_triton"),
+        ("native", "with_cpp", "with_flashinfer", "with_triton"),
     ),
     "norm": (
         ("rms_norm", "add_rms_norm", "add_rms_norm_round", "layer_norm", "add_layer_norm", "add"),

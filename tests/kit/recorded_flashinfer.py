@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import recorded_experts
 import recorded_latent
 import recorded_trtllm
 from ops.attention import AttentionMetadata, AttentionOptions, native
@@ -206,6 +207,7 @@ CONTENTS: dict[str, tuple[Any, ...]] = {
         recorded_latent.BatchMLAPagedAttentionWrapper,
         recorded_latent.trtllm_batch_decode_with_kv_cache_mla,
     ),
+    "flashinfer.fused_moe": (recorded_experts.cutlass_fused_moe,),
     "flashinfer.decode": (recorded_trtllm.trtllm_batch_decode_with_kv_cache,),
     "flashinfer.prefill": (recorded_trtllm.trtllm_batch_context_with_kv_cache,),
 }

@@ -110,7 +110,7 @@ async def test_tokens_in_any_dtype_are_nearly_the_best_and_others_are_not(dtype:
 def test_wide_checkpoints_fit_the_models(family: str) -> None:
     facts = read_facts(wide_path(family), {})
     assert load_model(facts, paged_forward.plan_for(facts.path), select()).hidden_size == facts.hidden_size
-    assert facts.head_dim == 64
+    assert facts.head_dim == (576 if family == "deepseek_v3" else 64)  # sizes for which FlashInfer has kernels
 
 
 @pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])

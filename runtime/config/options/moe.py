@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ops.backends import EXPERTS
 from runtime.config.option_spec import always, option, planned
 
 _FLASHINFER = "the flashinfer package and an NVIDIA GPU for which it has these kernels"
@@ -39,16 +40,17 @@ class MoeArgs:
         needs={"deepep": _DEEPEP},
         plan="experts.exchange",
     )
-    moe_runner_backend: str = always(
+    moe_runner_backend: str = option(
         "auto",
-        "Kernels that run the experts.",
+        "Kernels that run the experts on a GPU. auto: triton if the GPU supports it, else torch. flashinfer_cutlass: "
+        f"{EXPERTS['flashinfer_cutlass'].kernels}, with silu and without --ep-size (needs "
+        f"{EXPERTS['flashinfer_cutlass'].needs}). On a CPU, auto is C++ or torch.",
         choices=_MOE_RUNNER_BACKENDS,
-        built=("auto", "triton"),
+        built=("auto", *EXPERTS),
         needs={
             "triton_kernel": "the triton_kernels package and an NVIDIA GPU",
-            **dict.fromkeys(_MOE_RUNNER_BACKENDS[3:], _FLASHINFER),
+            **{name: _FLASHINFER for name in _MOE_RUNNER_BACKENDS[3:] if name not in EXPERTS},
         },
-        reason="experts run in Triton kernels on a GPU that supports them, else in C++ or plain torch",
     )
     flashinfer_mxfp4_moe_precision: str = planned(
         "default",
@@ -166,7 +168,9 @@ class MoeArgs:
         instead=f"it needs {_DEEPEP}; use --moe-a2a-backend all_to_all",
     )
     enable_flashinfer_cutlass_moe: bool = planned(
-        False, "Old spelling of --moe-runner-backend flashinfer_cutlass.", instead=_RUNNER
+        False,
+        "Old spelling of --moe-runner-backend flashinfer_cutlass.",
+        instead="use --moe-runner-backend flashinfer_cutlass",
     )
     enable_flashinfer_cutedsl_moe: bool = planned(
         False, "Old spelling of --moe-runner-backend flashinfer_cutedsl.", instead=_RUNNER

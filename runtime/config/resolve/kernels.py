@@ -9,6 +9,7 @@ from typing import Any
 
 from ops.backends import (
     ATTENTION,
+    EXPERTS,
     GPU_OPERATIONS,
     PREFERRED,
     SAMPLING,
@@ -47,7 +48,7 @@ def kernel_plan(
     """Plan the kernels. `gpu` is None on a CPU, and `dtype` is the model's dtype."""
     attention, decode, prefill = _attention(builder, machine, gpu, _shape(dtype, facts, cache))
     sampling = _chosen(builder, "sampling_backend", SAMPLING, _unmet(SAMPLING, machine, gpu))
-    choices, reasons = _small_operations(builder, machine, gpu)
+    choices, reasons = _small_operations(builder, machine, gpu, facts)
     choices |= {
         "attention": ATTENTION[decode.value].file,
         "prefill_attention": ATTENTION[prefill.value].file,
@@ -261,18 +262,37 @@ def _chosen(
     return Decision(first, reason or "the first choice, and this machine runs it")
 
 
-def _small_operations(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> tuple[dict[str, str], list[str]]:
+def _experts(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts, otherwise: str) -> str:
+    """Return the file that computes experts: of the requested backend, else `otherwise`."""
+    asked = builder.args.moe.moe_runner_backend
+    if asked not in EXPERTS:
+        return otherwise
+    reason = EXPERTS[asked].unmet(machine, gpu)
+    if asked == "flashinfer_cutlass" and not reason:
+        quant = builder.args.quant
+        if facts.quantization is not None or quant.quantization is not None or quant.torchao_config:
+            reason = "computes experts in 16 bits only, and this model is quantised"
+        elif builder.args.moe.ep_size > 1:
+            reason = "computes all experts of a layer, and --ep-size divides them"
+        elif facts.config.get("hidden_act", "silu") != "silu":
+            reason = f"computes experts with silu only, and this model has {facts.config['hidden_act']}"
+    if not reason:
+        return EXPERTS[asked].file
+    instead = "auto" if asked == "triton" or EXPERTS["triton"].unmet(machine, gpu) else "triton"
+    builder.refuse("moe_runner_backend", f"--moe-runner-backend {asked} cannot be used: it {reason}; use {instead}.")
+    return otherwise
+
+
+def _small_operations(
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts
+) -> tuple[dict[str, str], list[str]]:
     """Return the file of each operation without an option, and the reasons."""
     unmet = _unmet(SMALL, machine, gpu)
     file = next(backend.file for name, backend in SMALL.items() if name not in unmet)
     choices: dict[str, str] = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), file)
     reasons = ["attention and sampling: see their options; small operations: the first backend that runs here"]
     reasons += [f"{name} {reason}" for name, reason in unmet.items()]
-    if builder.args.moe.moe_runner_backend == "triton" and "triton" in unmet:
-        builder.refuse(
-            "moe_runner_backend",
-            f"--moe-runner-backend triton cannot be used: it {unmet['triton']}; use auto.",
-        )
+    choices["moe"] = _experts(builder, machine, gpu, facts, choices["moe"])
     if builder.args.lora.lora_backend == "torch_native":
         choices["low_rank"] = "native"
     if builder.args.graphs.enable_torch_compile:

@@ -21,6 +21,7 @@ import recorded_flashinfer
 from flashinfer_signatures import installed, signature
 from kernel_cases.attention import SINGLE, Case, options, step
 from ops.attention import with_fa3, with_flashinfer, with_trtllm, with_trtllm_mla
+from ops.moe import Mixture
 from serve.bench import report
 
 HALF = Case(dtype=torch.float16)
@@ -50,6 +51,7 @@ def calls() -> set[Call]:
             attend(*given, options(case))
             if {count for _, count in case.rows} == {1}:
                 _capture(attend, given, case)
+        _mix()
     return found
 
 
@@ -74,6 +76,15 @@ def _runs() -> Iterator[tuple[Any, Case]]:
     yield with_flashinfer.make_attend, HALF._replace(pool_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0)
     yield with_trtllm.make_attend, HALF
     yield with_trtllm_mla.make_attend, LATENT
+
+
+def _mix() -> None:
+    from ops.moe import with_flashinfer as experts  # imports triton
+
+    gate_up, down = torch.zeros(2, 16, 8, dtype=torch.bfloat16), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+    chosen = torch.zeros(3, 2, dtype=torch.int32)
+    mixture = experts.prepare_experts(Mixture(gate_up, down))
+    experts.mix(torch.zeros(3, 8, dtype=torch.bfloat16), mixture, torch.ones(3, 2), chosen, "silu")
 
 
 def _capture(attend: Any, given: Any, case: Case) -> None:

@@ -247,6 +247,29 @@ def test_experts_by_triton_are_refused_where_it_does_not_run() -> None:
         assert "cannot be used: it needs an NVIDIA GPU" in refusals["moe_runner_backend"]
 
 
+@pytest.mark.parametrize(
+    ("machine", "facts", "asked", "told"),
+    [
+        ("h200", {}, {}, ""),
+        ("b200", {}, {}, ""),
+        ("a100", {}, {}, "it needs an NVIDIA Hopper or Blackwell GPU (compute capability 9.x or 10.x)"),
+        ("cpu", {}, {}, "this model runs on the CPU; use auto"),
+        ("h200", {"quantization": "fp8"}, {}, "computes experts in 16 bits only, and this model is quantised; use tri"),
+        ("h200", {}, {"quantization": "fp8"}, "computes experts in 16 bits only"),
+        ("h200", {}, {"tp_size": 2, "ep_size": 2}, "computes all experts of a layer, and --ep-size divides them"),
+        ("h200", {"config": {"hidden_act": "gelu"}}, {}, "computes experts with silu only, and this model has gelu"),
+    ],
+)
+def test_experts_by_flashinfer_are_used_or_refused(
+    machine: str, facts: dict[str, Any], asked: dict[str, Any], told: str
+) -> None:
+    args = Args.of(model_path="/models/small", moe_runner_backend="flashinfer_cutlass", **asked)
+    plan, builder = decide(args, Machine.named(machine), replace(ANY_MODEL, **facts))
+    assert told in builder.refusals.get("moe_runner_backend", "")
+    assert ("moe_runner_backend" in builder.refusals) == bool(told)
+    assert (plan.kernels.choices.get("moe") == "with_flashinfer") == (not told)
+
+
 def test_prompts_and_output_may_differ() -> None:
     kernels, reasons, _ = decided(H200, prefill_attention_backend="torch_native")
     assert kernels.choices["prefill_attention"] == "native"

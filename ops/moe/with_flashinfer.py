@@ -1,0 +1,103 @@
+"""Mixtures of experts with FlashInfer's fused CUTLASS kernels: sort, two grouped products, activation and sum.
+
+Written for flashinfer-python 0.6.13. The kernels compute experts in float16 and bfloat16, with the rows of `up` before
+those of the gate. Triton kernels compute the routing, and mixtures in other formats.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from ops.moe import GroupedMixture, Mixture, with_triton
+from ops.moe.with_triton import route
+
+__all__ = ["mix", "one_expert", "prepare_experts", "prepare_grouped_experts", "route"]
+
+ALIGNMENT = 8  # the kernels read 16 bytes at a time
+
+
+class UpFirst(Tensor):
+    """Weights [X, 2F, E] or biases [X, 2F] whose first F rows belong to `up`, and the other rows to the gate."""
+
+
+def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
+    """Return the weights with `up` before the gate, or `mixture` itself if Triton computes it (see `ops.moe`).
+
+    Raises ValueError for sizes that the kernels do not read.
+    """
+    gate_up, down, gate_up_bias, down_bias = mixture
+    if bits is not None or gate_up.dtype not in (torch.float16, torch.bfloat16):
+        return mixture
+    if any(size % ALIGNMENT for size in down.shape[1:]):
+        raise ValueError(
+            f"flashinfer_cutlass needs sizes of experts that are multiples of {ALIGNMENT}, not {down.shape[1]} and "
+            f"{down.shape[2]}. Use --moe-runner-backend triton."
+        )
+    bias = None if gate_up_bias is None else _swapped(gate_up_bias.detach()).as_subclass(UpFirst)
+    return Mixture(_swapped(gate_up.detach()).as_subclass(UpFirst), down, bias, down_bias)
+
+
+def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
+    """Return the weights as Triton's kernels read them (see `ops.moe`)."""
+    return with_triton.prepare_grouped_experts(mixture, dtype)
+
+
+def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
+    """Return the plain weights of one expert (see `ops.moe`)."""
+    gate_up, down, gate_up_bias, down_bias = mixture
+    if isinstance(gate_up, UpFirst):
+        one = slice(expert, expert + 1)
+        mixture, expert = (
+            Mixture(
+                _swapped(gate_up[one].as_subclass(Tensor)),
+                down[one],
+                None if gate_up_bias is None else _swapped(gate_up_bias[one].as_subclass(Tensor)),
+                None if down_bias is None else down_bias[one],
+            ),
+            0,
+        )
+    return with_triton.one_expert(mixture, expert, size, inner_size)
+
+
+def mix(
+    x: Tensor,
+    mixture: Mixture,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str,
+    *,
+    weigh_inputs: bool = False,
+) -> Tensor:
+    """Return the weighted sum of each token's experts. Raise ValueError for an activation that the kernels lack."""
+    gate_up, down, gate_up_bias, down_bias = mixture
+    if not isinstance(gate_up, UpFirst):
+        return with_triton.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
+    if activation != "silu":
+        raise ValueError(
+            f"flashinfer_cutlass computes experts with silu, not with {activation}. Use --moe-runner-backend triton."
+        )
+    if weigh_inputs:
+        if experts.shape[1] > 1:
+            raise ValueError("flashinfer_cutlass cannot weigh the inputs of several experts. Use triton.")
+        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+    run = import_module("flashinfer.fused_moe").cutlass_fused_moe
+    return run(
+        input=x.contiguous(),
+        token_selected_experts=experts,
+        token_final_scales=weights,
+        fc1_expert_weights=gate_up.as_subclass(Tensor),
+        fc2_expert_weights=down,
+        output_dtype=x.dtype,
+        quant_scales=None,
+        fc1_expert_biases=None if gate_up_bias is None else gate_up_bias.as_subclass(Tensor),
+        fc2_expert_biases=down_bias,
+        output=torch.empty_like(x, memory_format=torch.contiguous_format),
+    )
+
+
+def _swapped(rows: Tensor) -> Tensor:
+    """Return rows [X, 2F, ...] with the second half first."""
+    return torch.cat(rows.chunk(2, dim=1)[::-1], dim=1)
