@@ -103,7 +103,7 @@ def load_model(
         for modules in prepared_layers(outline, plan, bar):
             layer = modules[0][1] if modules else None
             if layer is not None and layer in in_host.layers:
-                model.in_host.append(HostLayer(layer, shared))
+                model.in_host = (*model.in_host, HostLayer(layer, shared))
     if plan.kv_scales is not None:
         coordinates = rank_info or RankInfo()
         set_kv_scales(model, plan.kv_scales, facts, coordinates.tp_rank, coordinates.tp_size)

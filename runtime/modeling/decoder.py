@@ -46,6 +46,8 @@ class Decoder(nn.Module):
     A layer maps (x, residual, batch) to the pair (x, residual) of the next layer; see `runtime.layers.block`.
     """
 
+    in_host: tuple[HostLayer, ...] = ()  # layers whose weights are in host memory
+
     def __init__(
         self,
         embedding: Embedding,
@@ -67,7 +69,6 @@ class Decoder(nn.Module):
         # Cache specs of all layers of the whole model (all pipeline stages), before tensor-parallel splits.
         self.cache_specs = collect_specs(self)
         self.scorer: ScoreHead | None = None  # None unless the model is a classifier
-        self.in_host: list[HostLayer] = []  # layers whose weights are in host memory
         self._taps: Taps | None = None
         self.tapped: list[Tapped] = []  # inputs of the tapped layers in the last forward pass or capture
 

@@ -64,7 +64,6 @@ class DraftHead(Decoder):
         self.vocab_size = config.vocab_size
         self.scorer = None
         self._taps, self.tapped = None, []
-        self.in_host = []
         self.pooler = Pooler()
         self.kernels = build.kernels
         self.cache_specs = collect_specs(self)
