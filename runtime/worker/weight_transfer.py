@@ -59,7 +59,8 @@ class TransferGroup:
     def __init__(self, info: Mapping[str, Any], rank: int, device: torch.device) -> None:
         """Connect to all members. `info` has address, port, world_size, name, backend and timeout_s."""
         self.parts: deque[list[TensorSpec]] = deque()  # announced tensors that are not yet received
-        self._blocks: deque[Tensor] = deque([NOTHING] * NUM_BLOCKS)  # reused, because new memory costs page faults
+        self._blocks = [NOTHING] * NUM_BLOCKS  # reused, because new memory costs page faults
+        self._num_received = 0  # parts of this transfer in blocks
         self.device = device if info["backend"] == "nccl" else torch.device("cpu")
         timeout, name = timedelta(seconds=info["timeout_s"]), info["name"]
         store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -86,6 +87,7 @@ class TransferGroup:
         `packing` is "none" (one broadcast per tensor), "bucket" (one for all tensors) or "packed" (one per
         `packed_bytes`).
         """
+        self._num_received = 0
         if packing == "bucket":
             self.parts = deque([list(specs)])
         else:
@@ -121,12 +123,12 @@ class TransferGroup:
             return torch.empty(size, dtype=torch.uint8, device=self.device), False
         if not lend or size > KEPT_BYTES:
             return LargePages().take(size), False
-        block = self._blocks.popleft()
-        if len(block) < size:
-            del block
-            block = LargePages().take(size)
-        self._blocks.append(block)
-        return block[:size], True
+        index = self._num_received % NUM_BLOCKS
+        self._num_received += 1
+        if len(self._blocks[index]) < size:
+            self._blocks[index] = NOTHING
+            self._blocks[index] = LargePages().take(size)
+        return self._blocks[index][:size], True
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Receive `tensor` from the rank `source`. On that rank itself, send it to all other ranks."""
@@ -140,7 +142,7 @@ class TransferGroup:
     def close(self) -> None:
         """Leave the group. Peers that wait for this rank get an error."""
         group, self._group = self._group, None
-        self._blocks.clear()
+        self._blocks = [NOTHING] * NUM_BLOCKS
         if group is not None:
             group.abort()
             group.shutdown()
