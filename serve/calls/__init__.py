@@ -1,4 +1,4 @@
-"""Calls of the engine: they turn bodies into requests and outputs into answers.
+"""Convert the bodies of API calls to engine requests, and engine outputs to answers.
 
-The HTTP APIs and the Python API both use these modules, which do not depend on HTTP.
+The HTTP APIs and the Python API both use these modules. None of them depends on HTTP.
 """

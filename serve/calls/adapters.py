@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, Length(1, MAX_NAME)]
 Folder = Annotated[str, Length(1, 4096)]
-DECODED_AT_ONCE = 2**18  # characters of base64, a multiple of 4. Other threads wait while one piece is decoded
+DECODED_AT_ONCE = 2**18  # base64 characters decoded per call, which holds the GIL; a multiple of 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +76,10 @@ class UnloadAdapterBody:
 
 
 async def load_adapter(core: EngineCore, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> None:
-    """Load an adapter. Raises `InvalidRequest` with the reason if this fails. Cancellation does not interrupt it."""
+    """Load an adapter from a folder. Raises `InvalidRequest` with the reason if loading fails.
+
+    Cancelling the caller does not interrupt the load.
+    """
     _check_name(core, name)
     if "\0" in path or "://" in path:
         raise InvalidRequest("lora_path must be a folder of this machine.", param="lora_path")
@@ -92,7 +95,8 @@ async def load_adapter_from_tensors(
 ) -> None:
     """Load an adapter from its configuration and its tensors in the safetensors format. Raises like `load_adapter`.
 
-    Both are written to a temporary folder, from which an evicted adapter is read again.
+    The configuration and the tensors are written to a temporary folder. If the adapter is evicted from memory, it is
+    read again from this folder.
     """
     _check_name(core, name)
     if core.plan.parallel.nnodes > 1:
@@ -107,7 +111,7 @@ async def load_adapter_from_tensors(
 
 
 def tensors_of(json: dict[str, Any]) -> tuple[LoadAdapterFromTensorsBody, bytes]:
-    """Decode a body and its tensors. Raises `InvalidRequest` unless the tensors are safetensors data in base64."""
+    """Return the decoded body and the bytes of its tensors. Raises `InvalidRequest` if the tensors are not base64."""
     body = decode(LoadAdapterFromTensorsBody, json)
     text, decoded = body.serialized_tensors, bytearray()
     try:
@@ -125,8 +129,9 @@ def _check_name(core: EngineCore, name: str) -> None:
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: bytes) -> None:
-    """Write the files of an adapter. Raises `InvalidRequest` unless the tensors are safetensors data."""
-    # Safetensors data begins with the header's size, and the header with a brace. Pickle, which can run code, does not.
+    """Write the files of an adapter. Raises `InvalidRequest` if the tensors are not safetensors data."""
+    # Safetensors data begins with the size of its JSON header, 8 bytes, and then the header's opening brace. This check
+    # rejects pickle data, which could run code.
     if tensors[8:9] != b"{" or int.from_bytes(tensors[:8], "little") > len(tensors) - 8:
         raise InvalidRequest(
             "The tensors must be in the safetensors format (safetensors.torch.save); pickle is never read.",
@@ -138,6 +143,6 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: bytes) -> None:
 
 
 def adapters_answer(core: EngineCore, error: str = "") -> dict[str, Any]:
-    """Return SGLang's answer: whether the call succeeded, and the adapters that are loaded now."""
+    """Return the answer in SGLang's format: success, the error message, and the adapters that are loaded now."""
     loaded = {adapter.name: adapter.path for adapter in core.adapters.adapters}
     return {"success": not error, "error_message": error, "loaded_adapters": loaded}

@@ -29,8 +29,8 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/respon
 BUSY = (429, 503)  # statuses that ask the client to retry
 MAX_TRIES = 1000  # tries per line; together they take about two and a half hours
 MAX_WAIT_S = 10.0  # maximum wait between two tries
-LINE_EXTRA_BYTES = 8192  # bytes that a line may have in addition to its request's body
-FILE_BYTES = 1024**2  # lines of a file are read in chunks of this size
+LINE_EXTRA_BYTES = 8192  # maximum size of a line's other fields, in addition to its request's body
+FILE_BYTES = 1024**2  # number of bytes of a file that are read at a time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,12 +65,13 @@ async def answer_lines(
 ) -> None:
     """Answer every line that is not blank, and write the answers in the order of completion.
 
-    `client` sends requests to the application. If `url` is set, a line for another route is invalid. `write(line,
-    is_good)` receives one answer as a line, and whether the request succeeded. An invalid line gets an error as its
-    answer. If the engine is busy, the request is sent again.
+    `client` sends requests to the application. If `url` is set, a line for another route is invalid. An invalid line
+    gets an error as its answer. If the engine is busy, the request is sent again after a wait. `write(line, is_good)`
+    is called once per answer: `line` is the answer as one line of JSON, and `is_good` tells whether the request
+    succeeded.
 
-    A thread reads about `ahead_bytes` of lines in advance, but at least one line. Pass 1 if the source may take long to
-    deliver its next line.
+    A thread reads lines in advance until they have `ahead_bytes` in total, at least one line. Pass 1 for a slow source,
+    so that each line is answered as soon as it has been read.
     """
     numbered_lines = iter(enumerate(lines, start=1))
     turn = asyncio.Lock()
@@ -114,9 +115,9 @@ def _next_lines(numbered: Iterator[tuple[int, bytes]], num_bytes: int) -> list[t
 
 
 def _read(number: int, line: bytes, url: str | None, max_line_bytes: int) -> tuple[tuple[str, bytes], dict[str, Any]]:
-    """Return the route and the body of a line's request, and the first fields of its answer.
+    """Return (route, body) of a line's request, and the answer before its `response` is known.
 
-    If the line is invalid, the answer has an `error`.
+    If the line is invalid, the answer has an `error`, and route and body are empty.
     """
     answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": None, "response": None, "error": None}
     try:
@@ -138,7 +139,10 @@ def _read(number: int, line: bytes, url: str | None, max_line_bytes: int) -> tup
 
 
 async def _ask(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[dict[str, Any], bool]:
-    """Return the response in the format of a batch line, and whether the request succeeded."""
+    """Send a request, and return its response in the format of a batch line, and whether it succeeded.
+
+    Waits and sends the request again while the server is busy.
+    """
     for num_tries in range(1, MAX_TRIES + 1):
         response = await client.post(url, content=body, headers={"content-type": "application/json"})
         if response.status_code not in BUSY or num_tries == MAX_TRIES:

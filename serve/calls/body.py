@@ -1,4 +1,4 @@
-"""Parse the body of a call: limits on its size, the thread that decodes it, and fields that no API knows."""
+"""Parse request bodies: limit their size, decode large bodies in threads, and report fields that no API has."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ TEXT_BYTES = 2_000_000
 IDS_BYTES = 10_000_000  # limit for routes that accept token ids; one id takes up to ten characters
 TENSOR_BYTES = 2**32  # limit for routes that accept weights
 MEDIA_BYTES = 64 * 2**20  # limit of a server that takes images
-BYTES_PER_TOKEN = 8  # the limit grows with the context, so that a text as long as the context is accepted
-INLINE_BYTES = 4096  # larger bodies are decoded in a thread; a body of this size can take 3 ms
-TURN_BYTES = 65_536  # at most LARGE_THREADS larger bodies are decoded at a time
-LARGE_THREADS = 4  # threads that decode large bodies; more would only make the event loop wait longer for the GIL
+BYTES_PER_TOKEN = 8  # bytes of body allowed per token of context, so that a text as long as the context is accepted
+INLINE_BYTES = 4096  # bodies larger than this are decoded in a thread; decoding this many bytes can take 3 ms
+TURN_BYTES = 65_536  # of the bodies larger than this, at most LARGE_THREADS are decoded at a time
+LARGE_THREADS = 4  # threads that decode large bodies; with more threads, the event loop waits longer for the GIL
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged
 
 _LARGE_WORK: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("penstock_large_work")
@@ -57,7 +57,7 @@ def max_body_bytes(plan: Plan, *, takes_ids: bool, takes_tensors: bool = False) 
 async def off_loop(work: Callable[[], T], *, small: bool, large: bool = False) -> T:
     """Call `work`, in a thread unless it is `small`, and return its result.
 
-    If small work raises `TakesLong`, it is called again in a thread. Therefore `work` must have no side effects. At
+    If small `work` raises `TakesLong`, `work` is called again in a thread. Therefore it must have no side effects. At
     most `LARGE_THREADS` threads of an event loop do `large` work at a time.
     """
     if small:
@@ -107,7 +107,8 @@ def decode_open(
 ) -> T:
     """Decode a body with `decode`, and report its unknown fields with `report_unknown`.
 
-    `also_known` are top-level names that are read by other code, so they are not unknown. Raises `InvalidRequest`.
+    `also_known`: top-level names that other code reads, which are therefore not reported. Raises `InvalidRequest` for
+    invalid fields, and with --refuse-unknown-fields also for unknown fields.
     """
     unknown: Noted = {}
     body = decode(cls, json, noted=unknown)
@@ -131,14 +132,14 @@ def report_unknown(
     *,
     fate: str = "which is ignored",
 ) -> None:
-    """Log a field that no API knows. A field that occurs in several items of a list is logged once.
+    """Log a field that no API has. A field that occurs in several items of a list is logged once.
 
-    With --refuse-unknown-fields, raise `InvalidRequest` instead. Its message suggests the most similar name in `known`.
-    `fate` is the part of the log line that says what happens to the field.
+    With --refuse-unknown-fields, raise `InvalidRequest` instead. The error message suggests the most similar name in
+    `known`. `fate` is the part of the log line that tells what happens to the field.
     """
     path = [str(each)[:80] if isinstance(each, str) else each for each in path]
     if not core.plan.serve.refuse_unknown_fields:
-        # Without this limit, a client that invents names could fill the log.
+        # The limit keeps a client that invents field names from filling the log.
         if _log_unknown.cache_info().currsize < MAX_LOGGED:
             _log_unknown(".".join(each for each in path if isinstance(each, str)), route, fate)
         return

@@ -1,8 +1,8 @@
-"""Fields with which SGLang's routers name the prefill server of a request.
+"""Read the `bootstrap_*` fields, with which SGLang's routers name the prefill server of a request.
 
 Such a router sends the same body to a prefill server and to a decode server. The prefill server computes the prompt and
-one token. The decode server waits for the pages of the prompt and finds them by their content. Therefore
-`bootstrap_room`, a number that identifies the request, is checked but not used.
+one token. The decode server waits for the KV cache pages of the prompt, which it finds by a hash of their tokens.
+Therefore `bootstrap_room`, a number that identifies the request, is checked but not used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rooms = Room | Annotated[list[Room], Length(1, MAX_PROMPTS)]
 
 
 class HasBootstrap(Protocol):
-    """A body with the fields of SGLang's routers. A list has one value per prompt."""
+    """A request body with the fields of SGLang's routers. If a field is a list, it has one value per prompt."""
 
     bootstrap_host: Hosts | None
     bootstrap_port: Ports | None
@@ -38,11 +38,11 @@ class HasBootstrap(Protocol):
 def with_prefill_server(
     body: HasBootstrap, core: EngineCore, requests: Sequence[Request], *, joined: bool = False
 ) -> list[Request]:
-    """Return the requests. On a decode server, mark them as computed by the prefill server that the body names.
+    """Return the requests; on a decode server, mark them as prefilled if the body names a prefill server.
 
-    `joined`: whether the router copies the prompt's log-probabilities from the prefill server's answer into the decode
-    server's answer, which then leaves them out. Raises `InvalidRequest` if this server has no disaggregation role, or
-    if the body names a prefill server that is not among this decode server's peers.
+    `joined`: the router copies the prompt's log-probabilities from the prefill server's answer, so the decode server
+    leaves them out of its own answer. Raises `InvalidRequest` if the body names a prefill server, and this server has
+    no disaggregation role or does not have that prefill server among its peers.
     """
     if body.bootstrap_host is None:
         for name in ("bootstrap_port", "bootstrap_room"):

@@ -1,4 +1,4 @@
-"""The client whose request the running task answers, and data from the request's headers."""
+"""Context variables of a request: the client that sent it, and data from its HTTP headers."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Client:
 # The client of the running task. Calls from Python have no HTTP client and get `THIS_PROCESS`.
 THIS_PROCESS = Client(is_admin=True)
 CLIENT: ContextVar[Client] = ContextVar("penstock_client", default=THIS_PROCESS)
-# Caller data from the headers of the request.
+# Data about the caller, read from the request's headers.
 CALLER: ContextVar[Caller] = ContextVar("penstock_caller", default=ANONYMOUS)

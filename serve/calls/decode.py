@@ -10,9 +10,9 @@
     body = decode(Body, json, path="")                # InvalidRequest: "stop.1 must be a string, ..."
 
 Supported annotations: bool, int, float, str, None, Any, Literal of strings and booleans, unions, list[T], dict[str, T],
-nested dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. A union of dataclasses is decided by their
-field `type`, if it is a Literal. Fields with `init=False` are not part of the schema. `Fields` decodes objects whose
-keys are declared in a mapping instead of a dataclass.
+nested dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. If the members of a union are dataclasses with
+a Literal field `type`, the key `type` selects the member. Fields with `init=False` are not part of the schema.
+`Fields` decodes objects whose keys are declared in a mapping instead of a dataclass.
 
 An absent key takes the default. `null` also takes the default, unless the annotation lists None. An integer may be
 written as 3.0, but not as "3" or true. Undeclared keys are ignored. If the caller passes `noted`, undeclared keys are
@@ -38,8 +38,8 @@ MAX_EXACT = 2**63  # integers of at least this size are refused: JSON parsers ma
 MAX_NOTED = 256  # maximum number of undeclared keys noted per body
 
 T = TypeVar("T")
-# Both have undeclared keys, as (declaration, name). `Unknown` maps a key to the first object that has it, and `Noted`
-# maps it to the key's path there.
+# Undeclared keys of a body, as (declaration, name of the key). `Unknown` maps each to the first object that has the
+# key, `Noted` to the path of the key in the body.
 Unknown = dict[tuple["Fields", str], Any]
 Noted = dict[tuple["Fields", str], tuple[str | int, ...]]
 Decoder = Callable[[Any, Unknown | None], Any]
@@ -63,7 +63,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Marks a field that other servers support and this server does not support yet."""
+    """Annotation of a field that other servers support and this server refuses, unless its value means "not set"."""
 
     zero_is_off: bool = False
     empty_is_off: bool = True  # whether an empty object means "not set"
@@ -81,7 +81,7 @@ def is_not_built(annotation: Any) -> bool:
 
 
 class _MismatchError(Exception):
-    """A problem with a value. `trail` is the path to the value: keys and indices, innermost first."""
+    """A value that does not match its annotation. `trail` has the keys and indices of its path, innermost first."""
 
     def __init__(self, problem: str, *, wrong_type: bool = False) -> None:
         self.problem = problem
@@ -91,11 +91,10 @@ class _MismatchError(Exception):
 
     @property
     def closeness(self) -> tuple[bool, int, int]:
-        """A sort key: how closely the value matches a member of a union.
+        """Sort key for the mismatches of a union's members. The union reports the mismatch with the largest key.
 
-        A union reports the problem of its closest member. A value of the right type outside the limits matches most
-        closely. Otherwise an error at a later list item is closer than one at an earlier item. At the same item, a
-        deeper error is closer.
+        The largest key has a value of the right type that is outside its limits. Next come errors at later list items
+        before errors at earlier items, and at the same item deeper errors before shallower ones.
         """
         outermost = self.trail[-1] if self.trail else "-1"
         index = int(outermost) if outermost.removeprefix("-").isdecimal() else 0
@@ -109,8 +108,8 @@ class _MismatchError(Exception):
 def decode(cls: type[T], value: object, path: str = "", *, noted: Noted | None = None) -> T:
     """Decode `value` (from JSON) to the dataclass `cls`. `path` is the location of `value` in the body.
 
-    Adds undeclared keys at any depth to `noted`, each key once per dataclass. The only error raised is
-    `InvalidRequest`, whose `param` is the dotted path of the invalid value.
+    If `noted` is set, undeclared keys at any depth are added to it, each key once per dataclass. Raises
+    `InvalidRequest`, whose `param` is the dotted path of the invalid value, and no other error.
     """
     unknown: Unknown | None = None if noted is None else {}
     try:
@@ -168,7 +167,7 @@ class Fields:
         return self._checks.keys() | set(self._without_effect)
 
     def read(self, value: object, path: str = "") -> dict[str, Any]:
-        """Return the declared keys that are set. `path` is the object's location in the body.
+        """Return the values of the declared keys that the object sets. `path` is the object's location in the body.
 
         Raises `InvalidRequest`, whose `param` is the dotted path of the invalid value.
         """
@@ -178,7 +177,10 @@ class Fields:
             raise _refusal(mismatch, path) from None
 
     def decode(self, value: object, unknown: Unknown | None) -> dict[str, Any]:
-        """Return the declared keys that are set, and add undeclared keys to `unknown`. Raises `_MismatchError`."""
+        """Return the values of the declared keys that the object sets, and add undeclared keys to `unknown`.
+
+        Raises `_MismatchError`.
+        """
         if type(value) is not dict:
             raise _expected("an object", value)
         if self._closed:
@@ -199,7 +201,7 @@ class Fields:
         return result
 
     def _matters(self, name: str, item: Any) -> bool:
-        """Whether the client should learn that an undeclared key is ignored."""
+        """Whether an undeclared key is reported: it has a value, and is not known to be without effect."""
         return name not in self._without_effect and not _is_unset(item)
 
 
@@ -265,7 +267,7 @@ def _null(value: Any, unknown: Unknown | None) -> None:
 
 
 def _any(value: Any, unknown: Unknown | None) -> Any:
-    """Accept any value with at most `MAX_DEPTH` nested levels. Deeper values would break recursive code."""
+    """Return the value if it has at most `MAX_DEPTH` nested levels: deeper values would break recursive code."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -327,7 +329,7 @@ def _all_are(kind: type, values: list[Any]) -> bool:
 
 
 def _is_unset(value: Any) -> bool:
-    """Whether clients send this value for "not set": null, false, an empty string, list or object, a list of nulls."""
+    """Whether the value means "not set": null, false, an empty string, list or object, or a list of nulls."""
     if type(value) is list:
         return all(item is None for item in value)
     return value is None or value is False or value == "" or value == {}

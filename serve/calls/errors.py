@@ -1,4 +1,4 @@
-"""Errors that every API reports: aborted answers, and invalid parameters under their names in the API."""
+"""Errors common to all APIs: aborted requests, and invalid parameters under the API's own names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ class Aborted(RequestError):
 
 
 def ended(finish: Finish | None) -> Finish:
-    """Return the finish of a complete answer. Otherwise raise `Aborted`, `InvalidRequest` or `EngineFailure`."""
+    """Return `finish` if the answer is complete.
+
+    Raises `Aborted` for an aborted request, `InvalidRequest` if the grammar allowed no token, and `EngineFailure` for
+    other failures.
+    """
     if finish is None or finish in (ABORTED, ABORTED_EARLY):
         raise Aborted("The request was aborted.")
     if finish.message == NOTHING_ALLOWED:
@@ -30,7 +34,7 @@ def ended(finish: Finish | None) -> Finish:
 
 
 def renamed(error: AnyRequestError, param: str) -> AnyRequestError:
-    """Return the error with the API's own name of the parameter."""
+    """Return a copy of the error that names the parameter `param`, the API's own name, also in its message."""
     message = error.message
     if error.param and message.startswith(error.param):
         message = param + message[len(error.param) :]

@@ -36,7 +36,7 @@ def _num_computed(chunk: Chunk) -> int:
 
 
 def as_fragment(states: list[Any]) -> orjson.Fragment:
-    """Return the list as JSON. Vectors are written one by one, because orjson holds the interpreter lock."""
+    """Return `hidden_states` as JSON. Each vector is one call of orjson, which holds the GIL during a call."""
     if not states:
         return orjson.Fragment(b"[]")
     prompt, *output = states

@@ -26,8 +26,8 @@ from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
 
 PIECE_BYTES = 32_768  # size of a piece; token ids of this size take 0.5 ms
 FREED_VALUES = 1000  # number of values freed at a time
-PAUSE_S = 50e-6  # sleep after each piece, so that waiting threads run
-MAX_CONTAINERS = 50_000  # limit on lists and objects in one body; enough for 4096 messages with a dozen each
+PAUSE_S = 50e-6  # seconds to sleep after each piece, so that waiting threads run
+MAX_CONTAINERS = 50_000  # limit on lists and objects in one body; enough for 4096 messages with 12 each
 MAX_STRINGS = 150_000  # limit on keys and strings in one body; enough for one bias per token of a vocabulary
 
 _INSIDE = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'  # matches the text between a string's quotes
@@ -50,8 +50,8 @@ _LARGE: ContextVar[list[Any] | None] = ContextVar("penstock_large_values", defau
 def freed_when_refused(work: Callable[[], T]) -> T:
     """Return `work()`. If it raises `RequestError`, free the values that `loads` returned, `FREED_VALUES` at a time.
 
-    Otherwise the code that drops the error would free millions of values at once, on the event loop. The error loses
-    its traceback, whose frames refer to the values. `work` must have no side effects.
+    Without this, the event loop would free millions of values at once when it drops the error. The error's traceback is
+    removed, because its frames refer to the values. `work` must have no side effects.
     """
     large: list[Any] = []
     token = _LARGE.set(large)
@@ -66,7 +66,7 @@ def freed_when_refused(work: Callable[[], T]) -> T:
 
 
 def _free(containers: list[Any]) -> None:
-    """Empty these lists and objects, the innermost ones first."""
+    """Empty these lists and objects a few values at a time, the innermost ones first."""
     for container in reversed(containers):
         while container:
             if isinstance(container, dict):
@@ -78,10 +78,10 @@ def _free(containers: list[Any]) -> None:
 
 
 def loads(body: bytes) -> Any:
-    """Parse a body. Raises `orjson.JSONDecodeError`.
+    """Parse a JSON body. Raises `orjson.JSONDecodeError` for invalid JSON.
 
-    For bodies larger than one piece, it also raises `PayloadTooLarge` (too many lists and objects, too many keys and
-    strings, or too long keys), and `InvalidRequest` if an object repeats a key whose value spans pieces.
+    If the body is larger than one piece, also raises `PayloadTooLarge` for too many lists and objects, too many keys
+    and strings, or too long keys, and `InvalidRequest` if an object repeats a key whose value spans pieces.
     """
     if len(body) <= PIECE_BYTES:
         return orjson.loads(body)
@@ -107,7 +107,7 @@ def _read_all(reader: _Reader, body: bytes) -> None:
 
 
 def _next_piece(body: bytes, at: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return the end of the piece that begins at `at`, and the bounds of its long strings, including quotes."""
+    """Return the end of the piece that begins at `at`, and (start, end) of each of its long strings with quotes."""
     long_texts: list[tuple[int, int]] = []
     start = at  # no comma before `start` can end the piece
     while start + PIECE_BYTES < len(body):
@@ -162,7 +162,7 @@ def _text(body: bytes, start: int, end: int) -> str:
 
 
 def _placed(message: str, body: bytes, at: int) -> orjson.JSONDecodeError:
-    """Return an error located at the start of the piece, `at`."""
+    """Return an error with the line and column of index `at`."""
     error = orjson.JSONDecodeError(message, "", 0)
     error.lineno = body.count(b"\n", 0, at) + 1
     error.colno = at - body.rfind(b"\n", 0, at)
@@ -170,7 +170,7 @@ def _placed(message: str, body: bytes, at: int) -> orjson.JSONDecodeError:
 
 
 class _Reader:
-    """The values read from the pieces so far."""
+    """Reads the pieces of one body in order. `root` is the body's value, as far as it has been read."""
 
     def __init__(self, body: bytes) -> None:
         self.root: Any = None
@@ -209,7 +209,7 @@ class _Reader:
             self._brackets = brackets
 
     def free(self) -> None:
-        """Free all values a few at a time. Otherwise the error that ends the reading would free them at once."""
+        """Free the values a few at a time. Dropping the reader after an error would free them all at once."""
         _free(self._open)
         self.root, self._open = None, []
 
@@ -238,12 +238,12 @@ class _Reader:
         return bytes(after), num_kept
 
     def _beginning(self) -> bytes:
-        """Return the brackets that complete the beginning of a piece. In an object, a key precedes the next bracket."""
+        """Return the text to put before a piece: the brackets open at its start, with a marker key inside objects."""
         inside = b'{"%b":' % self._mark.encode()
         return self._brackets[:-1].replace(b"{", inside) + self._brackets[-1:]
 
     def _ending(self, brackets: bytes) -> bytes:
-        """Return the text that completes the end of a piece: a marker as the last value, and the closing brackets."""
+        """Return the text to put after a piece: a marker as the last value, and the brackets that close `brackets`."""
         if not brackets:
             return b","  # the piece continues after the complete body: the comma makes orjson report an error
         end = b',"%b":0' if brackets.endswith(b"{") else b',"%b"'
@@ -265,7 +265,10 @@ class _Reader:
             values = inner
 
     def _still_open(self, containers: list[Any], depth: int) -> list[Any]:
-        """Return the lists and objects that are open after a piece. `containers` were already open before the piece."""
+        """Return the lists and objects that are open after a piece, and remove the end marker from the innermost.
+
+        `containers` were open before the piece and are still open. `depth` is the number of open lists and objects.
+        """
         containers = containers or [self.root]
         while len(containers) < depth:
             values = containers[-1].values() if type(containers[-1]) is dict else containers[-1]
@@ -278,7 +281,7 @@ class _Reader:
             is_last = innermost.pop(self._end, None) is not None
         else:
             is_last = bool(innermost) and innermost.pop() == self._end
-        if not is_last:  # an object repeats a key, so the value that is still open is not the value of its last key
+        if not is_last:  # an object repeats a key, and its last value is not the one that is still open
             raise InvalidRequest("The body has an object in which a key occurs twice.")
         return containers
 

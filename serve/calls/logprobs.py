@@ -13,7 +13,7 @@ from serve.calls.json_pieces import PAUSE_S
 if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
 
-PAUSED_TOKENS = 64  # a thread that makes a long list sleeps after this many tokens, which take about 0.2 ms
+PAUSED_TOKENS = 64  # a thread that builds a long list sleeps after this many tokens (about 0.2 ms), so that others run
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
@@ -48,7 +48,7 @@ def _finite(logprob: float | None) -> float:
 
 
 def with_top(logprobs: Logprobs, num_top: int) -> Logprobs:
-    """Return the log-probabilities with up to `num_top` alternatives per token."""
+    """Return the log-probabilities with at most `num_top` alternatives per token: the others are removed."""
     return logprobs._replace(top=[None if pairs is None else pairs[:num_top] for pairs in logprobs.top])
 
 
@@ -82,10 +82,10 @@ def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> l
 
 
 class CompletionLogprobs:
-    """The log-probabilities of one choice, piece by piece: `{tokens, token_logprobs, top_logprobs, text_offset}`.
+    """Builds the log-probabilities of one choice in pieces: `{tokens, token_logprobs, top_logprobs, text_offset}`.
 
-    `text_offset` counts characters from the start of the choice's text. A token that ends within a character has the
-    offset of that character. A token that is not part of the text (a special token) has the offset of the text after
+    `text_offset` counts characters from the start of the choice's text. A token that has only some bytes of a character
+    gets the offset of that character. A special token, which the text does not show, gets the offset of the text after
     it.
     """
 
@@ -101,8 +101,8 @@ class CompletionLogprobs:
     def piece(self, logprobs: Logprobs, text: str) -> dict[str, Any]:
         """Return the object for the tokens since the last piece.
 
-        `text` is the text since the last piece. Its first character tells whether the leading space of the choice's
-        first token is part of the text.
+        `text` is the text since the last piece. If the choice's text does not begin with the leading space of its first
+        token, that space does not count in the offsets.
         """
         ids = [token_id for _, token_id in logprobs.chosen]
         return {
@@ -125,8 +125,8 @@ class CompletionLogprobs:
     def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
         """Return one entry per token: a mapping from the top tokens and the token itself to log-probabilities.
 
-        The entry is None for a token without predecessors. Callers make long lists in a thread, so this function sleeps
-        regularly to let the event loop run.
+        The entry is None for the first token of a prompt, which has no log-probability. This function sleeps regularly
+        to let the event loop run, because callers build long lists in a thread.
         """
         names = self._names
         alternatives: list[Mapping[str, float] | None] = []

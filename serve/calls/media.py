@@ -1,7 +1,7 @@
 """Images, videos and audio in calls: as parts of messages, or in fields next to the prompt.
 
-Until the prompt is rendered, a part is `{"type": "image", "source": MediaSource}`. The type may also be "video" or
-"audio".
+Until the prompt is rendered, a message part is `{"type": TYPE, "source": MediaSource}`, where TYPE is "image", "video"
+or "audio".
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def media_part(url: str, param: str, kind: Kind = "image") -> dict[str, Any]:
 
 
 def media_of(messages: Sequence[Message]) -> tuple[MediaSource, ...]:
-    """Return the images, videos and audio of messages, in order."""
+    """Return the sources of the images, videos and audio of messages, in order."""
     return tuple(part["source"] for message in messages for part in _media_parts(message))
 
 
@@ -79,9 +79,9 @@ def for_template(core: EngineCore, messages: Sequence[Message]) -> Sequence[Mess
 
 
 def with_options(messages: Sequence[Message], options: Mapping[str, Any] | None) -> Sequence[Message]:
-    """Return the messages with these options of the model's processor on their images and videos.
+    """Return the messages, with these processor options attached to the images and videos to which they apply.
 
-    Raises `InvalidRequest` for options that are unknown, beyond their limits, or without media to which they apply.
+    Raises `InvalidRequest` for an option that is unknown, exceeds its limit, or applies to no media of the messages.
     """
     if not options:
         return messages
@@ -126,8 +126,8 @@ async def num_tokens(
 def native_media(values: Mapping[Kind, Any], count: int, *, is_batch: bool) -> list[tuple[MediaSource, ...]]:
     """Return the media of each of `count` prompts, from SGLang's fields `image_data`, `video_data` and `audio_data`.
 
-    A value is an item or a list of items. For a batch, it is a list with one such value, or None, per prompt. In
-    Python, a video may itself be a list of frames; it must then be in a list of videos.
+    A value is an item or a list of items. For a batch, a value is a list with one item, list of items or None per
+    prompt. From Python, a video may be a list of frames; it must then be inside a list of videos.
     """
     columns = [_by_prompt(value, kind, count, is_batch=is_batch) for kind, value in values.items() if value is not None]
     return [tuple(chain.from_iterable(row)) for row in zip(*columns, strict=True)] if columns else [()] * count
@@ -176,9 +176,9 @@ def native_source(value: Any, param: str, kind: Kind = "image") -> MediaSource:
 
 
 def with_objects(messages: Any) -> tuple[Any, list[Any]]:
-    """Replace Python's images, videos and audio in messages with URLs, which JSON can hold.
+    """Replace Python objects (images, videos, audio) in messages with URLs, because JSON cannot hold objects.
 
-    Return the messages and the objects.
+    Return the messages and the list of objects. The URL "object:3" stands for `objects[3]`.
     """
     objects: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Bodies and actions of the calls that pause generation or release memory."""
+"""Bodies of the calls that pause generation or release memory, and functions that carry out these calls."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class SlowDownBody:
 
 
 def tags_of(tags: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the kinds of memory that `tags` name; all kinds if it is empty.
+    """Return the kinds of memory that `tags` names, or all kinds if `tags` is empty or None.
 
-    "cuda_graph" is accepted, but graphs hold no memory here. Raises `InvalidRequest` for unknown tags.
+    "cuda_graph" is accepted and ignored, because graphs hold no memory here. Raises `InvalidRequest` for unknown tags.
     """
     if not tags:
         return TAGS
@@ -62,7 +62,7 @@ async def pause(core: EngineCore, mode: Mode) -> None:
 
 
 async def resume(core: EngineCore) -> None:
-    """Resume generation. Raises `CheckpointError` if an update left layers without all their tensors."""
+    """Resume generation. Raises `CheckpointError` if a weight update did not send all tensors of a layer."""
     try:
         await core.weights.drop_waiting()
     finally:

@@ -14,7 +14,7 @@ Activity = Literal["CPU", "GPU", "MEM"]
 
 @dataclass(slots=True, kw_only=True)
 class ProfileBody:
-    """The body of `/start_profile`, which may be absent. The profile ends by itself after `num_steps` steps."""
+    """The body of `/start_profile`, which may be absent. Profiling stops by itself after `num_steps` steps."""
 
     closed: ClassVar[bool] = True
 
@@ -30,7 +30,7 @@ class ProfileBody:
 
 
 def profile_options(body: ProfileBody) -> ProfileOptions:
-    """Return the options, and create the output folder. Call it in a thread, because it writes to the disk.
+    """Return the profiler's options, and create the output folder. Call it in a thread, because it writes to disk.
 
     Raises `InvalidRequest`, whose `param` is the invalid field.
     """

@@ -1,4 +1,4 @@
-"""The prompts of a call: their number, request ids (`rid`), cache namespaces and client, and embedding requests."""
+"""Per-prompt fields of a call: request ids (`rid`), cache namespaces, clients, and limits on the number of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_CHOICES_IN_ALL = 4096  # maximum of (number of prompts) x n
 MAX_HIDDEN_CHOICES = 16  # maximum of (number of prompts) x n in a call with hidden states
 MAX_ROUTED_CHOICES = 64  # maximum of (number of prompts) x n in a call with routed experts
 MAX_CONTEXTS = 8  # maximum length of a text whose tokens are counted, in multiples of the model's context
-PINNED_CHARS = 4096  # characters at the beginning of a conversation that identify its pin
+PINNED_CHARS = 4096  # characters at the beginning of each content that `pin_of` reads
 Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
 Ids = list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
 Label = Annotated[str, Length(1, 256)]
@@ -38,7 +38,7 @@ StartLength = Annotated[int, Range(0, MAX_INT32)]
 
 
 def check_parts(*, hidden: bool, routed: bool, num_choices: int, stream: bool) -> None:
-    """Raise `InvalidRequest` if a call wants hidden states or routed experts, and streams or has too many choices."""
+    """Raise `InvalidRequest` if a call for hidden states or routed experts is streamed or has too many choices."""
     for wanted, name, param, most in (
         (hidden, "hidden states", "return_hidden_states", MAX_HIDDEN_CHOICES),
         (routed, "routed experts", "return_routed_experts", MAX_ROUTED_CHOICES),
@@ -59,7 +59,7 @@ def check_choices(num_prompts: int, n: int) -> None:
 
 
 def check_counted(core: EngineCore, parts: Sequence[str], *, param: str) -> None:
-    """Raise `InvalidRequest` if the text of these parts is too long to count its tokens."""
+    """Raise `InvalidRequest` if these parts certainly have over `MAX_CONTEXTS` times as many tokens as the context."""
     if core.tokenizer is None or core.tokenizer.text_limit is None:
         return
     most = MAX_CONTEXTS * core.plan.model.context_length
@@ -73,7 +73,7 @@ def check_counted(core: EngineCore, parts: Sequence[str], *, param: str) -> None
 
 
 def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[str]:
-    """Return one label per prompt. In a batch, a single `rid` becomes `rid_0`, `rid_1`, ..."""
+    """Return one request id per prompt. In a batch, a single `rid` becomes `rid_0`, `rid_1`, ..."""
     if isinstance(rid, str):
         return [f"{rid}_{index}" for index in range(count)] if is_batch else [rid]
     check_length(rid, count, "rid")
@@ -85,7 +85,7 @@ def namespaces_of(
 ) -> list[tuple[str | None, str | None] | None]:
     """Return the prefix-cache namespace of each prompt. Only prompts of the same namespace share prefixes.
 
-    None is the namespace of all prompts without a salt and a key.
+    All prompts with neither a salt nor a key have the namespace None.
     """
     salts, keys = spread(cache_salt, count, "cache_salt"), spread(extra_key, count, "extra_key")
     return [None if pair == (None, None) else pair for pair in zip(salts, keys, strict=True)]
@@ -112,11 +112,11 @@ def vector_requests(
     prompt_name: str | None = None,
     truncate: bool | None = None,
 ) -> list[Request]:
-    """Return the requests, changed to compute embeddings instead of generating text.
+    """Return copies of the requests that compute embeddings instead of generating text.
 
-    Each text gets the checkpoint's prompt `prompt_name`, or the default prompt, as a prefix. Raises `InvalidRequest` if
-    the checkpoint has no prompt of that name. `truncate`: whether texts that are too long are cut. None: as the server
-    is configured.
+    Each text gets a prefix: the checkpoint's prompt named `prompt_name`, or its default prompt if `prompt_name` is
+    None. Raises `InvalidRequest` if the checkpoint has no prompt of that name. `truncate`: whether texts that are too
+    long are cut; None uses the server's setting.
     """
     facts, sampling = core.facts, SamplingParams(max_new_tokens=0)
     name = facts.default_prompt if prompt_name is None else prompt_name
@@ -140,7 +140,7 @@ def vector_requests(
 def service_of(
     timeout_s: float | None, tier: str | None, cache_key: str | None, session_id: str | None = None
 ) -> Service:
-    """Return the service class of a request from the fields of its body."""
+    """Return the `Service` of a request (timeout, priority tier, cache pin) from the fields of its body."""
     if timeout_s is None and tier is None and cache_key is None and session_id is None:
         return USUAL
     pin = f"key {cache_key}" if cache_key is not None else None if session_id is None else f"session {session_id}"
@@ -148,7 +148,10 @@ def service_of(
 
 
 def pin_of(*contents: Any) -> str:
-    """Return the pin of a conversation that begins with these contents: texts, lists of parts, or None."""
+    """Return the name under which the KV cache pins a conversation that begins with these contents.
+
+    A content is a text, a list of parts, or None.
+    """
     texts = []
     for content in contents:
         first = content[0] if isinstance(content, list) and content else content
@@ -160,8 +163,8 @@ def pin_of(*contents: Any) -> str:
 def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
     """Return the requests with the client and the caller data of the running task.
 
-    Raises `InvalidRequest` if they ask for more output or log-probabilities than one call may. This limit does not
-    apply to calls from this process.
+    Raises `InvalidRequest` if the requests exceed the output tokens or log-probabilities allowed for one call. Calls
+    from this process have no such limits.
     """
     client, caller = CLIENT.get(), CALLER.get()
     if client is not THIS_PROCESS:

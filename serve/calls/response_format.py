@@ -19,14 +19,15 @@ _STRUCTURED = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-# Keys of vLLM that choose or configure a backend. Most have no effect here.
+# Keys with which vLLM chooses or configures a grammar backend. Most have no effect here.
 _BACKEND_KEYS = frozenset({"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "_backend"})
 
 
 def grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
     """Return the grammar of a `response_format`, or None if it allows any text.
 
-    A schema is enforced even if `strict` is false. Raises `InvalidRequest` with a path below "response_format".
+    A schema is enforced even if `strict` is false. Raises `InvalidRequest`, whose `param` begins with
+    "response_format".
     """
     if response_format is None:
         return None
@@ -52,7 +53,10 @@ def grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def structured_outputs_of(value: Mapping[str, Any] | None) -> Grammar | None:
-    """Return the grammar of vLLM's `structured_outputs`. Raises `InvalidRequest` with a path below that field."""
+    """Return the grammar of vLLM's `structured_outputs`.
+
+    Raises `InvalidRequest`, whose `param` begins with "structured_outputs".
+    """
     if value is None:
         return None
     options = {name: item for name, item in value.items() if item is not None and item is not False}
@@ -84,7 +88,7 @@ def structured_outputs_of(value: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def _json_schema(response_format: Mapping[str, Any]) -> Grammar:
-    """Read OpenAI's format, {"json_schema": {"name", "schema", "strict"}}, or "schema" at the same level as "type"."""
+    """Return the grammar of {"json_schema": {"name", "schema", "strict"}}, or of "schema" next to "type"."""
     param = "response_format.json_schema"
     named = response_format.get("json_schema")
     if named is None and "schema" in response_format:

@@ -14,8 +14,9 @@ PIECE_BYTES = 3 * 2**18  # bytes per call of base64, which holds the interpreter
 def routed_experts(chunk: Chunk) -> str | None:
     """Return the routed experts in SGLang's format: base64 of int32 [N, L, k], or None if no token was computed.
 
-    N is the number of tokens of prompt and output after the first `routed_experts_start_len`, without the last token,
-    which has passed through no layer. L is the number of all layers. Layers without experts have zeros.
+    N counts the tokens of prompt and output, without the first `routed_experts_start_len` tokens and without the last
+    token, which no layer has processed. L is the number of all layers; layers without experts have zeros. k is the
+    number of experts per token.
     """
     num_computed = chunk.usage.prompt + max(chunk.usage.output - 1, 0)
     found = None if chunk.parts is None else chunk.parts.experts

@@ -1,7 +1,7 @@
 """Read the sampling parameters of every API from JSON. `runtime.sampling_params` declares and checks them.
 
-Each of these sources overrides the ones before it: the API's defaults, the model's generation_config (OpenAI APIs
-only, and not with `--sampling-defaults openai`), `--preferred-sampling-params`, and the request.
+The sources of a parameter, from the lowest priority to the highest: the API's default, the model's generation_config
+(OpenAI APIs only, and not with `--sampling-defaults openai`), `--preferred-sampling-params`, and the request.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def read_sampling(api: Api, body: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the parameters that a JSON object sets, under their names in `SamplingParams`.
 
-    Raises `InvalidRequest` with a path below `path` for a value of the wrong type. In the native API, unknown keys also
-    raise it, because the object holds only sampling parameters.
+    Raises `InvalidRequest`, whose `param` is a path below `path`, for a value of the wrong type. The native API's
+    object has only sampling parameters, so its unknown keys also raise.
     """
     if not body:
         return {}
@@ -50,9 +50,10 @@ def sampling_params(
     facts: ModelFacts | None = None,
     path: str = "",
 ) -> SamplingParams:
-    """Merge requested parameters (from `read_sampling`) over the preferred ones, the model's defaults and the API's.
+    """Return the sampling parameters; `requested` (from `read_sampling`) overrides `preferred`.
 
-    Raises `InvalidRequest` with the API's name of the parameter, below `path`.
+    `preferred` overrides the generation_config in `facts`, which overrides the API's defaults. Raises `InvalidRequest`,
+    whose `param` is the API's name of the parameter, below `path`.
     """
     from_model = _generation_defaults(facts) if facts is not None else {}
     values = {**_defaults(api), **read_sampling("native", {**from_model, **preferred}, path), **requested}
@@ -64,7 +65,10 @@ def sampling_params(
 
 
 def sampling_of_call(core: EngineCore, api: Api, requested: Mapping[str, Any]) -> SamplingParams:
-    """Merge a request's parameters over the defaults of this server. Raises like `sampling_params`."""
+    """Return a request's sampling parameters, with this server's defaults for those that the request leaves out.
+
+    Raises `InvalidRequest` like `sampling_params`.
+    """
     serve = core.plan.serve
     facts = core.facts if serve.model_sampling else None
     return sampling_params(api, requested, serve.preferred_sampling, facts=facts)
@@ -89,7 +93,10 @@ def _fields(api: Api) -> Fields:
 
 @cache
 def _names(api: Api) -> Sequence[tuple[str, str, float | None]]:
-    """Return (name in the API, name in `SamplingParams`, the API's minimum or None), with preferred names first."""
+    """Return (name in the API, name in `SamplingParams`, the API's minimum or None) of each parameter.
+
+    If a parameter has several names in the API, the preferred name comes first.
+    """
     return [
         (name, p.name, taken.low) for p in parameters() if (taken := p.spec.apis.get(api)) for name in p.names_in(api)
     ]

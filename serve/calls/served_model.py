@@ -20,9 +20,9 @@ STARTED_S = int(time.time())
 
 
 class ServedModel(NamedTuple):
-    """The model that a call asks for."""
+    """The model that answers a call: the base model, or the base model with an adapter."""
 
-    name: str  # as it appears in the answer
+    name: str  # the name that the answer shows
     adapter: str | None = None  # name of the LoRA adapter
 
 
@@ -39,7 +39,7 @@ def choose_model(core: EngineCore, model: str | None) -> ServedModel:
 
 
 def adapters_of(model: ServedModel, lora_path: str | list[str | None] | None, count: int) -> list[str | None]:
-    """Return the adapter of each of `count` prompts, from the request's `model` or `lora_path` ("" means null).
+    """Return the adapter name, or None, of each of `count` prompts, from `model` and `lora_path` ("" means None).
 
     Raises `InvalidRequest` if `model` and `lora_path` name different adapters.
     """

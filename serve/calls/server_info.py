@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def info_of(core: EngineCore, version: str) -> dict[str, Any]:
-    """Return the whole plan, flattened, and the state of the engine as JSON values, without secrets.
+    """Return the whole plan as one flat object, and the state of the engine, without secrets.
 
-    `version` is Penstock's version.
+    All values are JSON values. `version` is Penstock's version.
     """
     status = core.status()
     plan = core.plan
@@ -68,7 +68,7 @@ def vllm_config(core: EngineCore) -> dict[str, Any]:
 def by_option(plan: Plan) -> dict[str, Any]:
     """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients expect.
 
-    Options without an equivalent value in the plan are left out.
+    An option is left out if the plan has no value that corresponds to it.
     """
     values = {}
     for option in options():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_vectors(core: EngineCore, dimensions: int | None) -> None:
-    """Raise `InvalidRequest` if the model computes no embeddings, or if they have fewer than `dimensions` numbers."""
+    """Raise `InvalidRequest` if the model computes no embeddings, or its embeddings are shorter than `dimensions`."""
     if core.facts.labels:
         raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
     size = core.facts.vector_size

@@ -1,4 +1,4 @@
-"""Bodies and answers of the calls that replace, read and check weights."""
+"""Bodies of the calls that replace, read and check weights, and functions that carry out these calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UpdateGroupBody:
 
     master_address: Annotated[str, Length(1, 255)]  # address of the trainer, which is rank 0 of the group
     master_port: Port
-    rank_offset: Annotated[int, Range(0, 2**20)]  # number of this server's first rank in the group
+    rank_offset: Annotated[int, Range(0, 2**20)]  # rank in the group of this server's first worker
     world_size: Annotated[int, Range(1, 2**20)]
     group_name: Name = "weight_update_group"
     backend: Annotated[str, Length(1, 32)] = "nccl"  # "gloo" or "nccl"
@@ -60,7 +60,7 @@ class DestroyGroupBody:
 
 @dataclass(slots=True, kw_only=True)
 class SendGroupBody:
-    """The body of `/init_weights_send_group_for_remote_instance`: where this server waits for a new server."""
+    """The body of `/init_weights_send_group_for_remote_instance`: the address and ports where a new server connects."""
 
     master_address: Annotated[str, Length(1, 255)]  # address of this server
     ports: Annotated[str, Length(1, 10_000)]  # one per rank, separated by commas
@@ -83,7 +83,7 @@ class SendWeightsBody:
 
 @dataclass(slots=True, kw_only=True)
 class WeightsFromGroupBody:
-    """The body of `/update_weights_from_distributed`: the tensors that rank 0 of the group broadcasts, in order."""
+    """The body of `/update_weights_from_distributed`: the tensors in the order in which rank 0 broadcasts them."""
 
     names: Names
     dtypes: Annotated[list[Annotated[str, Length(1, 64)]], Length(1, 100_000)]
@@ -97,7 +97,7 @@ class WeightsFromGroupBody:
 
 @dataclass(slots=True, kw_only=True)
 class WeightsFromTensorBody:
-    """The body of `/update_weights_from_tensor`. Each item has all tensors, unsharded: safetensors data in base64."""
+    """The body of `/update_weights_from_tensor`. Each item holds all tensors, unsharded, as safetensors in base64."""
 
     serialized_named_tensors: Annotated[list[str], Length(1, 1024)]
     load_format: Annotated[str, Length(1, 200)] | None = None  # None, "direct" or "flattened_bucket"
@@ -132,7 +132,7 @@ class WeightsCheckerBody:
 
 
 async def update_weights_from_disk(core: EngineCore, body: WeightsFromDiskBody) -> Answer:
-    """Replace the weights, and return the answer. Raises the same errors as `EngineCore.update_weights`."""
+    """Replace the weights with those of a folder. Raises the same errors as `EngineCore.update_weights`."""
     num_requests = await core.update_weights(
         body.model_path,
         body.load_format,
@@ -160,7 +160,7 @@ async def open_group(core: EngineCore, body: UpdateGroupBody) -> Answer:
 
 
 async def open_sending(core: EngineCore, body: SendGroupBody) -> Answer:
-    """Wait for a new server that copies the weights. Raises `InvalidRequest` if none connects."""
+    """Wait until a new server, which copies the weights, connects. Raises `InvalidRequest` if no server connects."""
     try:
         ports = [int(port) for port in body.ports.split(",")]
     except ValueError:
@@ -200,7 +200,7 @@ async def update_weights_from_group(core: EngineCore, body: WeightsFromGroupBody
 def transfer(
     group: str, names: list[str], dtypes: list[str], shapes: list[list[int]], packing: str, packed_bytes: int = 2**30
 ) -> Answer:
-    """Return the description of a transfer, for `WeightControl.update_from_group`."""
+    """Return the description of a transfer of tensors, as `WeightControl.update_from_group` expects it."""
     parts = {"names": names, "dtypes": dtypes, "shapes": shapes}
     return {"name": group, **parts, "packing": packing, "packed_bytes": packed_bytes, "source": 0}
 
@@ -240,7 +240,7 @@ async def update_weights_from_tensors(
 
 
 def updated(core: EngineCore) -> Answer:
-    """Return the answer after an update. It lists tensors that must still arrive before their layers can be updated."""
+    """Return the answer to an update. `waiting_for` lists tensors without which some layers keep their old weights."""
     waiting = core.weights.waiting
     message = "The weights were replaced."
     if waiting:
@@ -258,7 +258,7 @@ async def update_weight_version(core: EngineCore, body: WeightVersionBody) -> An
 
 
 async def read_weight(core: EngineCore, body: ReadWeightBody) -> list[Any]:
-    """Return the first rows of a tensor as nested lists. Raises `InvalidRequest`, for example for an unknown name."""
+    """Return the first rows of a tensor as nested lists. Raises `InvalidRequest` for an unknown name."""
     parts = await core.weights.read(body.name, body.truncate_size)
     if not parts:
         raise InvalidRequest(f"The model has no tensor {body.name[:200]}.", param="name")

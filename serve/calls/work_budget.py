@@ -1,9 +1,9 @@
-"""Limits on the size of one call's answer, so that a short body cannot cause an answer of hundreds of megabytes.
+"""Limit the size of one call's answer, so that a short body cannot cause an answer of hundreds of megabytes.
 
-A stream has an event of up to 800 bytes per token of each choice: `n` 128 with 1,000 tokens each makes 98 MB of events
-from a body of 92 bytes. Log-probabilities also cost memory and time per token: `n` 128 with 300 tokens and 128
-alternatives each makes 154 MB of JSON from a body of 137 bytes. The module also limits token ids and repeated texts
-before they are copied.
+Example: a stream has one event of up to 800 bytes per token of each choice. A body of 92 bytes with n = 128 and 1,000
+tokens per choice causes 98 MB of events. Example with log-probabilities: a body of 137 bytes with n = 128, 300 tokens
+and 128 alternatives per token causes 154 MB of JSON. The module also limits token ids and repeated texts before they
+are copied.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.request import Request
 
 MAX_LOGPROBS = 1_000_000  # log-probabilities per call, over all prompts, choices and positions
-MAX_REPEATED = 16_000_000  # log-probabilities in all events of a stream whose events repeat the earlier ones
+MAX_REPEATED = 16_000_000  # log-probabilities in all events of a stream whose events repeat earlier log-probabilities
 OPEN_ENDED_TOKENS = 4096  # output length assumed for requests without max_new_tokens
 # limit on characters or token ids of all prompts, after the shared text is copied into each prompt; up to 128 MiB
 MAX_JOINED = 16 * 1024 * 1024
-CHARACTERS_PER_TOKEN = 2  # assumed for prompts that are not yet tokenized; most texts have more
+CHARACTERS_PER_TOKEN = 2  # assumed for prompts that are not yet tokenized; most texts have more characters per token
 FREED_AT_ONCE = 16_384  # number of token ids freed at a time, which takes 0.1 ms
 
 
 def check_choice_tokens(requests: Sequence[Request], plan: Plan) -> None:
-    """Raise `InvalidRequest` if several choices of one prompt may have too many tokens together."""
+    """Raise `InvalidRequest` if n choices of one prompt may have more than `max_choice_tokens` tokens together."""
     for request in requests:
         n, num_new = request.sampling.n, _num_new(request, plan.model.context_length)
         if n > 1 and n * num_new > plan.serve.max_choice_tokens:
@@ -55,10 +55,10 @@ def check_logprobs(requests: Sequence[Request], context_length: int) -> None:
 
 
 def check_repeated(requests: Sequence[Request], context_length: int) -> None:
-    """Raise `InvalidRequest` if the requests, or the events of their stream, would have too many log-probabilities.
+    """Raise `InvalidRequest` if a stream whose events repeat earlier log-probabilities would have too many of them.
 
-    Each event repeats the earlier log-probabilities. For N output tokens and P prompt tokens, the events have
-    N x (P + N / 2) log-probabilities in total.
+    For N output tokens and P prompt tokens, the events have N x (P + N / 2) log-probabilities in total. Also raises
+    like `check_logprobs`.
     """
     check_logprobs(requests, context_length)
     num = 0
@@ -77,9 +77,9 @@ def check_repeated(requests: Sequence[Request], context_length: int) -> None:
 def prompt_ids(ids: list[int], plan: Plan, *, cut: bool | None = None) -> tuple[int, ...]:
     """Return the token ids of a prompt as a tuple.
 
-    Raises `ContextOverflow` as the engine would, but before millions of ids are copied. It then empties the list a few
-    ids at a time, because freeing all of it at once would block the interpreter. `cut`: whether the engine may truncate
-    the prompt to the context. None: as the server is configured.
+    Raises `ContextOverflow` if there are more ids than the context has tokens, before millions of ids are copied. In
+    this case, the list is emptied a few ids at a time, because freeing it at once would block the interpreter. `cut`:
+    whether the engine may truncate the prompt to the context; None uses the server's setting.
     """
     num_ids, context_length = len(ids), plan.model.context_length
     if num_ids > context_length and not (plan.serve.allow_auto_truncate if cut is None else cut):
@@ -90,9 +90,9 @@ def prompt_ids(ids: list[int], plan: Plan, *, cut: bool | None = None) -> tuple[
 
 
 def check_joined(shared: Sized, parts: Iterable[Sized], param: str) -> None:
-    """Raise `InvalidRequest` if a text, or token ids, would be copied into too many prompts.
+    """Raise `InvalidRequest` if prompts made of `shared` and one of `parts` each would be too long together.
 
-    num = sum over parts of (len(shared) + len(part))
+    num = sum over parts of (len(shared) + len(part)), in characters or token ids
     """
     num = sum(len(shared) + len(part) for part in parts)
     if num > MAX_JOINED:

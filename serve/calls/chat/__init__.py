@@ -1,1 +1,1 @@
-"""Chat for every protocol: from messages to a request, and from output to events."""
+"""Chat for all APIs: convert messages to an engine request, and the output to chat events."""

@@ -1,4 +1,4 @@
-"""The events of a chat answer, in the order in which the model writes them, and the message that they form."""
+"""Events of a chat answer (text, reasoning, tool calls), and the complete message that they form."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class AssistantMessage:
-    """The answer of one choice. A field is None if the answer has no such part."""
+    """The complete answer of one choice. `content` or `reasoning` is None if the answer has none."""
 
     content: str | None = None
     reasoning: str | None = None

@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: messages on channels, including one for reasoning and one for calls.
+"""Parse Harmony, the output format of gpt-oss: messages on channels for reasoning, calls and the final answer.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
@@ -28,7 +28,7 @@ _BEGINS = Marks(("<|start|>", "<|channel|>"))
 def read_harmony(source: Source, output: Output, *, separate: bool, offers_tools: bool) -> Reader[None]:
     """Read messages until the text ends. Text outside messages is content.
 
-    The prompt ends inside the header of the first message. Its recipient may precede its channel.
+    The prompt ends inside the header of the first message. In this header, the recipient may precede the channel.
     """
     source.trace()
     yield from source.skip()
@@ -63,7 +63,7 @@ def _read_message(
     without_recipient = header.replace(recipient[0], "", 1) if is_call and recipient is not None else header
     if any(
         map(str.isalnum, _HEADER_WORDS.sub("", without_recipient))
-    ):  # unexpected text in the header: it must not get lost
+    ):  # unexpected text in the header is passed on, so that no output is lost
         (output.reasoning if is_reasoning else output.content)(header)
     if is_call and recipient is not None:
         output.start(recipient[1])

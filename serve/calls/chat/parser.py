@@ -1,4 +1,4 @@
-"""Parse the text of one output into chat events. The result does not depend on how the text is split."""
+"""Parse the text of one output into chat events, independent of how the text is split into pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_MARKS = Marks(())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserSettings:
-    """The formats that an output may use, and the parts that the client wants. All choices of a request share them."""
+    """The formats that an output may use, and the parts that the client wants. Shared by a request's choices."""
 
     reasoning: ReasoningFormat | None = None
     is_open: bool = False  # whether the output begins inside the reasoning block
@@ -42,8 +42,8 @@ class ParserSettings:
 class OutputParser:
     """Parses the output of one choice, which may arrive in pieces or whole.
 
-    The concatenated content, reasoning and calls do not depend on how the text is split. Without a format, all text is
-    content.
+    The concatenated content, reasoning and calls do not depend on how the text is split. If the settings have no
+    format, all text is content.
     """
 
     def __init__(self, settings: ParserSettings | None = None) -> None:
@@ -70,9 +70,9 @@ class OutputParser:
         return self._counter.num_tokens if self._counter else 0
 
     def feed(self, text: str, *, final: bool = False) -> list[ChatEvent]:
-        """Add text, and return the events that later text cannot change.
+        """Parse further text, and return the new events that later text cannot change.
 
-        With `final`, the text ends here, and all remaining events are returned.
+        `final`: the text ends here, and all remaining events are returned. Raises `ValueError` after the final text.
         """
         if self._settings is None:
             return [Content(text)] if text else []
@@ -101,7 +101,7 @@ class OutputParser:
 
 
 def _read(source: Source, output: Output, settings: ParserSettings) -> Reader[None]:
-    """Read a complete answer."""
+    """Read a complete answer with the readers of its formats, and write its parts to `output`."""
     if settings.harmony:
         yield from read_harmony(
             source,

@@ -1,4 +1,4 @@
-"""Convert a chat of any protocol to the engine's request and the settings to parse its output."""
+"""Convert a chat of any API to an engine request and the settings to parse its output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedChat:
-    """A chat that can be submitted, and the settings to parse its output."""
+    """A chat as an engine request, and the settings to parse its output."""
 
     request: Request
     settings: ParserSettings
@@ -121,7 +121,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
 
 
 class CountedPrompt(NamedTuple):
-    """A rendered prompt, to count its tokens."""
+    """A rendered prompt whose tokens are to be counted."""
 
     text: str
     media: tuple[MediaSource, ...]
@@ -146,10 +146,10 @@ def counted_prompt(core: EngineCore, chat: ChatRequest) -> CountedPrompt:
 
 
 def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str]], None] | None:
-    """Return a function that raises if a prompt, given as a list of texts, certainly exceeds the context.
+    """Return a function that takes a prompt as a list of texts, and raises if it certainly exceeds the context.
 
-    The check runs before the texts are joined, which saves the copy of a prompt that is too long. Returns None if such
-    a prompt is truncated instead, or if the tokenizer has no limit for texts.
+    It is called before the texts are joined, so that a prompt that is too long is not copied. Returns None if prompts
+    that are too long are truncated, or if the tokenizer has no limit for texts.
     """
     limit = core.tokenizer.text_limit if core.tokenizer is not None else None
     if limit is None or core.plan.serve.allow_auto_truncate or chat.keep_last is not None:
@@ -158,7 +158,7 @@ def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str
 
 
 def render(core: EngineCore, chat: ChatRequest, *, check: Callable[[Sequence[str]], None] | None = None) -> str:
-    """Return the text of the prompt.
+    """Return the text of the prompt, rendered with the model's chat template.
 
     If the chat's `add_generation_prompt` is false, the prompt ends with the last message. `check` is called with the
     pieces of the text before they are joined, and may raise. Raises `InvalidRequest`, whose `param` is the invalid
@@ -190,9 +190,9 @@ def render(core: EngineCore, chat: ChatRequest, *, check: Callable[[Sequence[str
 
 
 def _with_ids(messages: Sequence[Mapping[str, Any]], shaped_id: ShapedId) -> list[Mapping[str, Any]]:
-    """Return the messages with the ids of calls and results in the format that the chat template requires.
+    """Return the messages, with call ids rewritten to the format that the chat template requires.
 
-    A result without an id belongs to the first call that has no result yet.
+    A tool result without an id belongs to the first call that has no result yet.
     """
     shaped_ids: dict[str, str] = {}
     waiting: dict[str, None] = {}  # original ids of the calls that have no result yet

@@ -1,4 +1,4 @@
-"""Reasoning blocks of outputs: the formats of `--reasoning-parser`, a reader, and a count of reasoning tokens."""
+"""Reasoning blocks of outputs: the formats of `--reasoning-parser`, their reader, and the count of their tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import accumulate
 from serve.calls.chat.scan.output import Output
 from serve.calls.chat.scan.source import Marks, Reader, Sink, Source
 
-NEAR_END = 4096  # number of characters at a prompt's end that are searched first for a mark and white space after it
+NEAR_END = 4096  # number of characters at the end of a prompt that `_ends_with` looks at first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class ReasoningFormat:
 
     open: str
     close: str
-    forced: bool = False  # the output begins inside the block, unless the prompt ends with a closed block
+    forced: bool = False  # whether the output begins inside the block, unless the prompt ends with a closed block
     also_ends: tuple[str, ...] = ()  # other marks that end the block; they are part of the text after it
 
     @cached_property
@@ -33,7 +33,7 @@ class ReasoningFormat:
         return (self.open.strip(), self.close.strip(), *self.also_ends)
 
     def closes_unopened(self, text: str) -> bool:
-        """Whether the output closes a block that it did not open, which means that the prompt opened the block."""
+        """Whether the closing mark is the output's first mark, which means that the prompt opened the block."""
         closed_at = text.find(self.close)
         return closed_at >= 0 and self.open not in text[:closed_at]
 
@@ -52,7 +52,7 @@ class ReasoningFormat:
 
 
 def _ends_with(prompt: str, mark: str) -> bool:
-    """Whether the text ends with the mark and white space, without copying the text before the mark."""
+    """Whether the prompt ends with the mark, followed by nothing but white space. Avoids a copy of a long prompt."""
     end = prompt[-NEAR_END:].rstrip()
     return (end if len(end) >= len(mark) else prompt.rstrip()).endswith(mark)
 
@@ -93,8 +93,8 @@ def read_reasoning(
 ) -> Reader[None]:
     """Read the reasoning block and the line breaks after it, if the output has a block.
 
-    If not `separate`, the block becomes content. A tool call also ends the block, and begins with one of
-    `call_marks`.
+    `is_open`: the output begins inside the block. If `separate` is false, the block becomes content. A tool call, which
+    begins with one of `call_marks`, also ends the block.
     """
     source.trace()
     yield from source.skip()
@@ -127,10 +127,10 @@ def read_reasoning(
 def tokens_between(
     ids: Sequence[int], token_bytes: Mapping[int, bytes], opening: str, close: str, *, is_open: bool
 ) -> int:
-    """Return how many of the tokens belong to blocks between these marks, including the marks.
+    """Return the number of tokens in the blocks between `opening` and `close`, including the marks.
 
-    `is_open`: whether the tokens begin inside a block. A block that is not closed extends to the end. Takes about 1 ms
-    per few thousand tokens, because it searches bytes and encodes nothing.
+    `is_open`: the tokens begin inside a block. A block that is not closed extends to the end. Takes about 1 ms for a
+    few thousand tokens.
     """
     pieces = [token_bytes[token_id] for token_id in ids]
     ends = list(accumulate(map(len, pieces)))

@@ -1,4 +1,4 @@
-"""A chat request in the terms common to all protocols, before it is checked and rendered."""
+"""The chat request that all chat APIs convert their bodies to, before it is checked and rendered."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 @dataclass(slots=True, kw_only=True)
 class ChatRequest:
-    """A chat in terms common to all protocols. Fields have the names of OpenAI's chat completions.
+    """A chat from any API. Fields and sampling parameters have the names of OpenAI's chat completions.
 
-    Errors use these names. Sampling parameters have the names of /v1/chat/completions.
+    Errors use these names too.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -33,7 +33,7 @@ class ChatRequest:
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     include_reasoning: bool = True
-    max_thinking_tokens: int | None = None  # after this number of tokens, reasoning is closed; None: no limit
+    max_thinking_tokens: int | None = None  # reasoning is ended after this number of tokens; None: no limit
     logprobs: LogprobParams | None = None
     # Alternatives per token in the answer, for the output and the prompt. None: the answer shows no log-probabilities.
     top_logprobs: int | None = None

@@ -1,4 +1,4 @@
-"""Derive the settings to parse a chat's output from the server's formats and from the request."""
+"""Derive how to parse and constrain a chat's output, from the server's formats and the request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ HARMONY = "gpt-oss"
 
 
 def parser_settings(core: EngineCore, chat: ChatRequest, choice: ToolChoice, prompt: str) -> ParserSettings:
-    """Return the settings for the output after `prompt`. Raises `InvalidRequest` for tools without a known format."""
+    """Return the settings to parse the output after `prompt`.
+
+    Raises `InvalidRequest` if the request offers tools and the model's tool call format is not known.
+    """
     text, tokenizer = core.plan.tokenizer, core.tokenizer
     if not (chat.include_reasoning or chat.separate_reasoning):
         raise InvalidRequest(
@@ -70,10 +73,10 @@ def grammar_of_chat(
 ) -> Grammar | None:
     """Return the grammar that enforces a chat's constraints on its output, or None if no grammar is needed.
 
-    The constraints are: required calls, calls to strict tools, and the format of the answer's text (`wanted`). If there
-    are none and `fix_names` is true, the grammar begins at the first call and enforces that calls name tools of the
-    request. The grammar applies to the output after the reasoning. Raises `InvalidRequest` for constraints that cannot
-    be enforced.
+    The constraints are: required calls, calls to strict tools, and the format of the answer's text (`wanted`). They
+    apply to the output after the reasoning. If there are none and `fix_names` is true, the grammar takes effect at the
+    first call, and only lets calls name tools of the request. Raises `InvalidRequest` for constraints that cannot be
+    enforced.
     """
     think = settings.reasoning
     after = think.close.strip() if think is not None and settings.is_open else None
@@ -148,9 +151,9 @@ def thinking_limit(
 
 
 def _token_marks(tokenizer: Tokenizer | None, texts: Iterable[str]) -> dict[str, int]:
-    """Map marks to their token ids, without marks that llguidance matches as text.
+    """Map each mark that llguidance matches as a token to its id.
 
-    llguidance treats special tokens, and added tokens in angle brackets, as tokens.
+    These are special tokens, and added tokens in angle brackets. llguidance matches other marks as text.
     """
     if tokenizer is None:
         return {}
@@ -180,7 +183,7 @@ def _schema_of(wanted: Grammar | None) -> str | None:
 
 
 def _reasoning(text: TokenizerPlan, chat: ChatRequest, prompt: str) -> ReasoningFormat | None:
-    """Return the format of the reasoning, or None if the output has no reasoning or need not be searched for it."""
+    """Return the reasoning format, or None if the output has no reasoning, or nothing needs it to be separated."""
     form = REASONING_FORMATS.get(text.reasoning_parser or "")
     if form is None or (not chat.separate_reasoning and text.tool_call_parser is None):
         return None
@@ -190,7 +193,7 @@ def _reasoning(text: TokenizerPlan, chat: ChatRequest, prompt: str) -> Reasoning
 def shown_special_ids(tokenizer: Tokenizer | None, settings: ParserSettings) -> frozenset[int]:
     """Return the ids of the special tokens in the formats' marks.
 
-    Their text must stay in the output, because the parser needs it.
+    Detokenization must keep the text of these tokens, because the parser needs it.
     """
     if tokenizer is None or not settings.parses:
         return frozenset()
@@ -204,9 +207,9 @@ def shown_special_ids(tokenizer: Tokenizer | None, settings: ParserSettings) -> 
 
 
 def _parts(mark: str) -> list[str]:
-    """Return a mark and all its substrings in brackets, which may be tokens.
+    """Return a mark and all its substrings in brackets, each of which may be a token.
 
-    For example, <|channel>thought contains the token <|channel>.
+    For example, the mark <|channel>thought contains the token <|channel>.
     """
     ends = [index + 1 for index, letter in enumerate(mark) if letter in ">]"]
     begins = [index for index, letter in enumerate(mark) if letter in "<["]

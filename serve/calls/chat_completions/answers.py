@@ -1,4 +1,4 @@
-"""Parts that chat and completion answers share: leading fields, start and end of events, and token counts."""
+"""Parts common to chat and completion answers: leading fields, start and end of events, and token counts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def event_end(usage: dict[str, Any] | None = None) -> bytes:
 
 
 class UsageCount:
-    """Adds up the token counts of all choices. Each prompt counts once, however many choices it has."""
+    """Adds up the token counts of all choices. A prompt counts once, even if it has several choices."""
 
     def __init__(self, *, cache_report: bool) -> None:
         self._cache_report = cache_report
@@ -73,7 +73,7 @@ class UsageCount:
         return self._usage(prompt, output, cached, sum(self._reasoning.values()))
 
     def so_far(self, request_index: int, index: int, usage: Usage) -> dict[str, Any]:
-        """Return the `usage` object of one choice, with its counts so far."""
+        """Return the `usage` object for one choice of a stream, with the token counts so far."""
         return self._usage(*usage[:3], self._reasoning.get((request_index, index), 0))
 
     def _usage(self, prompt: int, output: int, cached: int, reasoning: int) -> dict[str, Any]:

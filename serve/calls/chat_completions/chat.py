@@ -94,9 +94,9 @@ def _message(message: AssistantMessage, *, legacy: bool = False) -> dict[str, An
 class ChatEvents:
     """Events of one streamed chat answer (see serve.http.sse.Encoder).
 
-    Each choice begins with a delta that has the role. Deltas with reasoning, content and tool calls follow. After all
-    choices have ended, one event per choice has its finish reason. The last event has the usage, if the request asks
-    for it.
+    The first event of a choice has the role. Events with reasoning, content and tool calls follow. After all choices
+    have ended, there is one event per choice with the finish reason, and then an event with the usage if the request
+    asks for it.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class ChatEvents:
 
 
 def _legacy_delta_of(event: ChatEvent) -> bytes:
-    """Return the `delta` of one event in the older form, `function_call`, which has only one call."""
+    """Return the `delta` of one event as JSON, in the older form `function_call`, which has only one call."""
     match event:
         case ToolCallStart(0, _, name):
             called = {"name": name, "arguments": ""}

@@ -62,7 +62,10 @@ def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
 
 
 def _service(body: ChatBody) -> Service:
-    """Return the service of a body. A part with `cache_control` pins the prompt, as `prompt_cache_key` does."""
+    """Return the `Service` of a body.
+
+    If a part has `cache_control`, the prompt is pinned in the KV cache, as with `prompt_cache_key`.
+    """
     service = service_of(body.timeout_s, body.service_tier, body.prompt_cache_key, body.session_id)
     if service.pin is not None or not body.messages:
         return service
@@ -73,7 +76,10 @@ def _service(body: ChatBody) -> Service:
 
 
 def read_message(message: Message, path: str, objects: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return a message in the form that chat templates read. Raises `InvalidRequest` with a path below `path`."""
+    """Return a message in the form that chat templates expect.
+
+    Raises `InvalidRequest`, whose `param` is the path of the invalid field, below `path`.
+    """
     role = message.role.lower()
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role must be one of {', '.join(ROLES)}.", param=f"{path}.role")
@@ -142,7 +148,7 @@ def _media(part: Part, path: str, objects: Sequence[Any]) -> dict[str, Any]:
 
 
 def _input_audio(part: Part, path: str) -> dict[str, Any]:
-    """Return the part for OpenAI's form of audio, base64 text. The file itself determines the format."""
+    """Return the message part for OpenAI's `input_audio`, base64 text. The format is detected from the data."""
     if part.input_audio is None:
         raise InvalidRequest(f"{path}.input_audio is required.", param=f"{path}.input_audio")
     return media_part(part.input_audio.data, f"{path}.input_audio.data", "audio")

@@ -1,4 +1,4 @@
-"""Decode OpenAI bodies: the parts that chat and completions share."""
+"""Decode the bodies of chat and completion calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def decode_body(cls: type[Body], raw: bytes, core: EngineCore) -> Body:
 
 
 def _unknown_nested(body: OpenAIBody) -> Iterator[tuple[tuple[str | int, ...], frozenset[str], str]]:
-    """Yield the unknown fields of nested objects that other code decodes.
+    """Yield the unknown fields of nested objects that `decode` does not check: response_format and tools.
 
     Each item has the path, the known names, and the fate of the field (see `report_unknown`).
     """
@@ -88,5 +88,5 @@ def keep_last_of(body: OpenAIBody) -> int | None:
 
 
 def sampling_of(core: EngineCore, body: OpenAIBody) -> SamplingParams:
-    """Merge the request's sampling parameters over the server's preferred ones, the model's and the API's defaults."""
+    """Return the request's sampling parameters, with the server's defaults for those that the request leaves out."""
     return sampling_of_call(core, body.api, body.sampling)

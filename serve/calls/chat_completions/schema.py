@@ -1,8 +1,7 @@
 """Bodies of the OpenAI endpoints.
 
-Keys that no API knows are ignored and logged at any depth, as clients expect. Known fields of other servers are
-declared here. `user` (an identifier for abuse reports, which this server does not write) and `WITHOUT_EFFECT` are
-accepted without effect.
+Keys that no API has, at any depth, are ignored and logged, as clients expect. Fields of other servers are declared
+here. `user`, OpenAI's identifier for abuse reports, and the fields in `WITHOUT_EFFECT` are accepted without effect.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ ThinkingTokens = Annotated[int, Range(0, MAX_INT32)]
 WITHOUT_EFFECT = frozenset(
     {
         "cache_prompt",  # all prefixes are cached anyway
-        "early_stopping",  # an option of beam search, which is refused; so is length_penalty
+        "early_stopping",  # an option of beam search, like length_penalty; beam search itself is refused
         "guided_decoding_backend",
         "length_penalty",
         "metadata",
-        "mirostat_eta",  # options of mirostat sampling, which is refused
+        "mirostat_eta",  # options of mirostat sampling, which itself is refused
         "mirostat_tau",
         "prediction",  # a predicted output, which only speeds up the answer
         "prompt_cache_retention",
@@ -99,7 +98,7 @@ class OpenAIBody:
     return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None
     return_tokens_as_token_ids: bool = False
-    prompt_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None  # of vLLM; not with stream
+    prompt_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None  # vLLM's field; not with stream
     use_beam_search: NotBuilt = None
     best_of: int | None = None
     logits_processors: NotBuilt = None
@@ -136,7 +135,7 @@ class CompletionBody(OpenAIBody):
 class ImageUrl:
     without_effect: ClassVar[frozenset[str]] = frozenset({"detail"})  # the model's processor decides the resolution
 
-    url: str | None = None  # required; `messages` checks it, to explain why a uuid alone is not enough
+    url: str | None = None  # required; checked in `messages`, whose error explains why a uuid alone is not enough
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +174,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class CalledFunction:
-    # OpenAI's client library adds it to calls.
+    # OpenAI's client library adds this field to calls.
     without_effect: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     name: str
@@ -195,7 +194,7 @@ class ToolCall:
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    # Fields that clients copy from answers, and cache marks.
+    # Fields that clients copy from answers into later requests, and `cache_control`.
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"annotations", "cache_control", "parsed", "provider_specific_fields"}
     )

@@ -1,1 +1,1 @@
-"""The native call `/generate`: prompts in, texts and token ids out."""
+"""The native call `/generate`, which takes prompts and returns texts and token ids."""

@@ -24,8 +24,8 @@ TokenText = Callable[[int], str]
 class GenerateAnswers:
     """Builds the answers of one call of `/generate` or `Engine.generate`.
 
-    `indexed`: whether each event has the number of its choice, counted over all prompts. `incremental`: whether an
-    event has only the new text and log-probabilities, instead of all so far.
+    `indexed`: each event has the number of its choice, counted over all prompts. `incremental`: an event has only the
+    new text and log-probabilities, instead of all since the start.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ def _optional(pairs: Sequence[tuple[float, int]] | None, text: TokenText | None)
 
 
 class _Growing:
-    """The text and lists that each event of one choice repeats and extends.
+    """The text and lists of one choice so far, which each event repeats with new items at the end.
 
-    They are kept as JSON, so that each part is serialized only once.
+    They are stored as JSON, so that each item is serialized only once.
     """
 
     __slots__ = ("lists", "tail", "text")
@@ -183,7 +183,7 @@ class _Growing:
         self.lists: dict[str, bytearray] = {}  # JSON lists without their brackets
 
     def clear(self) -> None:
-        """Drop the written values, but keep the names of the lists."""
+        """Remove all text and list items, but keep the names of the lists."""
         self.text.clear()
         for items in self.lists.values():
             items.clear()

@@ -1,4 +1,4 @@
-"""The body of `/generate`, and the requests that it becomes."""
+"""The body of `/generate`, and its conversion to engine requests."""
 
 from __future__ import annotations
 
@@ -109,10 +109,10 @@ class GenerateBody:
 
 
 def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None, owned: bool = False) -> list[Request]:
-    """Return one request per prompt. Raises `InvalidRequest` if the lists do not fit together.
+    """Return one request per prompt. Raises `InvalidRequest` if lists have different lengths or a field is invalid.
 
-    `owned`: whether the body's lists belong to this call. If so, prompts with too many ids are refused here and their
-    lists are emptied. `prompt_ids` describes this, and `cut`.
+    `owned`: the body's lists belong to this call, so `prompt_ids` may empty the list of a prompt that is too long, and
+    then raises `ContextOverflow`. `cut`: see `prompt_ids`.
     """
     prompts = _prompts(body)
     count = len(prompts)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ClassifyBody:
     """The body of `/classify`. A list in `text`, or a list of lists in `input_ids`, makes a batch.
 
-    With `text_pair`, each text is classified together with the text at the same index in `text_pair`.
+    If `text_pair` is set, each text is classified together with the text at the same index in `text_pair`.
     """
 
     text: Texts | None = None

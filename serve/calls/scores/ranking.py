@@ -1,4 +1,4 @@
-"""Score how well the two texts of a pair match: the requests for pairs, and the score of each pair."""
+"""Score how well two texts match: create the requests for pairs of texts, and compute scores from the answers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def rank(
 ) -> tuple[list[Request], Scores]:
     """Return requests for these pairs, and a function that computes each pair's score from the answers.
 
-    A cross-encoder (a classifier with one label) reads both texts. An embedding model gives the cosine similarity of
-    both vectors. A generative model gives the probability of "yes" against "no".
+    With a cross-encoder (a classifier with one label), the score is its output for both texts. With an embedding model,
+    it is the cosine similarity of both vectors. With a generative model, it is the probability of "yes" relative to
+    "no".
 
-    Raises `InvalidRequest` if the model can do none of these. It also raises if `truncate` is set and the texts are
-    part of a chat prompt, because truncation would cut off the end of the prompt.
+    Raises `InvalidRequest` if the model supports none of these methods. Also raises if `truncate` is true and the texts
+    are part of a chat prompt, because truncation would cut off the end of the prompt.
     """
     if core.facts.labels:
         return _by_cross_encoder(core, pairs, instruction, truncate)
@@ -93,7 +94,7 @@ def _by_vectors(
 ) -> tuple[list[Request], Scores]:
     """Request one vector per distinct text.
 
-    If the checkpoint has a prompt named "query" or "document", it is put before the texts of that side.
+    If the checkpoint has a prompt named "query" or "document", it is put before the queries or documents.
     """
     _refuse_instruction(instruction)
     prompts, requests, numbers = core.facts.prompts, [], []
@@ -166,10 +167,10 @@ class CutsTexts(Protocol):
 
 
 def truncation(core: EngineCore, body: CutsTexts) -> bool | None:
-    """Return whether texts are truncated.
+    """Return whether texts that are too long are truncated, or None for the server's setting.
 
-    Texts in a chat prompt are never truncated. If they are too long, they are refused, even with vLLM's
-    truncate_prompt_tokens -1.
+    vLLM's truncate_prompt_tokens -1 means true for encoders. For other models, which may read the texts in a chat
+    prompt that is never truncated, it has no effect.
     """
     if body.truncate_prompt_tokens is not None and core.facts.is_encoder:
         return True

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Document:
-    """A text in an object."""
+    """A document as an object with the key `text`."""
 
     text: str
 

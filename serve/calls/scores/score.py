@@ -1,4 +1,4 @@
-"""Score how likely labels follow a text, or how well pairs of texts match."""
+"""Score the probability that labels follow a text, or how well pairs of texts match."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def label_requests(core: EngineCore, body: ScoreBody) -> list[Request]:
 def label_scores(answers: Answers, *, softmax: bool) -> list[list[float]]:
     """Return the probability of each label, for each item.
 
-    With `softmax`, the probabilities of the labels add up to 1. Otherwise they are relative to the whole vocabulary.
+    If `softmax` is true, the probabilities of the labels add up to 1. Otherwise they are relative to the vocabulary.
     """
     scores = []
     for chunks in answers:

@@ -1,4 +1,4 @@
-"""Scan JSON as it arrives, pass it on, and correct typical mistakes of models.
+"""Copy JSON from a `Source` to a sink as it arrives, and correct typical mistakes of models.
 
 Control characters in strings become escapes, bare words become strings, and missing or superfluous brackets, commas and
 colons are added or dropped.
@@ -27,10 +27,10 @@ NO_MARKS = Marks(())
 
 
 def read_value(source: Source, sink: Sink, ends: Marks = NO_MARKS) -> Reader[bool]:
-    """Pass on one JSON value, which begins at the source's next character.
+    """Copy one JSON value, which begins at the source's next character, to the sink.
 
     Return False if the text ends inside the value. If one of `ends` occurs in an object or list, outside strings, the
-    value is completed, and the mark stays in the source.
+    missing brackets are written, and the mark stays in the source.
     """
     first = yield from source.peek()
     if first == '"':
@@ -67,7 +67,7 @@ def _is_at(source: Source, ends: Marks) -> Reader[bool]:
 
 
 def _read_word(source: Source, structure: _Structure, ends: Marks) -> Reader[bool]:
-    """Pass on a word outside strings as JSON. Return False if the text ends inside it."""
+    """Copy a word outside strings, corrected to valid JSON. Return False if the text ends inside the word."""
     pattern = _AFTER_KEY if structure.expects_key else _AFTER_WORD
     pieces: list[str] = []
     while True:
@@ -94,7 +94,7 @@ class _Structure:
         self._sink = sink
         self._closers: list[str] = []  # closing brackets of the open brackets
         self._last = ""  # the last bracket, comma or colon, or "key" or "value" after a key or value
-        self._comma: list[str] | None = None  # a comma and the white space after it, held back until an item follows
+        self._comma: list[str] | None = None  # a comma and the white space after it, not written until an item follows
 
     @property
     def is_complete(self) -> bool:
@@ -113,7 +113,7 @@ class _Structure:
         self._sink(text)
 
     def item(self) -> None:
-        """Write the separator before a key or a value, which the caller then writes."""
+        """Write the missing separator before a key or value. The caller then writes the key or value."""
         if self._last == "value" and self._comma is None:
             self._sink(", ")
         elif self._last == "key":
@@ -156,7 +156,7 @@ class _Structure:
 
 
 def read_string(source: Source, sink: Sink) -> Reader[bool]:
-    """Pass on one string with its quotes. Return False if the text ends inside it."""
+    """Copy one string with its quotes to the sink. Return False if the text ends inside the string."""
     sink((yield from source.next()))
     while True:
         char = yield from source.while_in(_IN_STRING, lambda text: sink(_CONTROL.sub(_escaped_control, text)))
@@ -199,7 +199,7 @@ def short_string(source: Source) -> Reader[str | None]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text can be encoded in UTF-8. It cannot if a JSON escape stands for half a surrogate pair."""
+    """Whether the text can be encoded in UTF-8. A JSON escape for half a surrogate pair makes this impossible."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -208,5 +208,5 @@ def is_unicode(text: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    """Return the text in JSON's escapes, without quotes around it."""
+    """Return the text as a JSON string without its quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,4 +1,4 @@
-"""Collect the chat events that readers write, without the white space around calls and reasoning."""
+"""Collect the chat events that readers write, and drop the white space around calls and reasoning."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from serve.calls.chat.events import (
 class Output:
     """Collects the events of one answer.
 
-    White space next to a call belongs to the format of calls. Therefore white space is held back until the text after
-    it is known.
+    White space next to a call is part of the call format and is dropped. Therefore white space at the end of a text is
+    not written until further text follows.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Output:
     ) -> None:
         self.num_calls = 0
         self._events: list[ChatEvent] = []
-        self._pieces: list[str] = []  # texts of the last event, which may still grow
+        self._pieces: list[str] = []  # texts of the last event, to which text may still be added
         self._kind: type[Content] | type[Reasoning] | type[ToolCallArguments] | None = None
         self._offers_tools = offers_tools
         self._max_calls = max_calls
@@ -91,9 +91,9 @@ class Output:
             self._space.append(text[len(shown) :])
 
     def end_reasoning(self, *, cut_off: bool) -> None:
-        """End the reasoning, and drop its last line breaks, which belong to the closing mark.
+        """End the reasoning, and drop the line breaks before its closing mark.
 
-        If `cut_off`, no closing mark follows, and the line breaks are kept.
+        `cut_off`: no closing mark follows, so the line breaks are kept.
         """
         if cut_off:
             for space in self._space:
@@ -127,7 +127,7 @@ class Output:
             self._write(ToolCallArguments, text)
 
     def end_call(self) -> None:
-        """Complete a call. If it has no arguments, they become an empty object."""
+        """End a call. If no arguments were written, write an empty object."""
         if not self._wrote_arguments:
             self.arguments("{}")
 

@@ -16,7 +16,7 @@ _NOT_NEWLINE = re.compile(r"[^\n]")
 
 
 class Marks:
-    """Texts to search for. No text may be a prefix of another one, so a match is final when it is complete."""
+    """Texts to search for. Raises `ValueError` if one text is a prefix of another, so that each match is final."""
 
     __slots__ = ("_initials", "_pattern", "_texts", "longest")
 
@@ -46,9 +46,9 @@ class Marks:
         return any(len(mark) > length and mark.startswith(rest) for mark in self._texts)
 
     def held_from(self, text: str, start: int) -> int:
-        """Return the index from which the end of the text may be the beginning of a mark.
+        """Return the first index from which the rest of the text is the beginning of a mark.
 
-        Return the length of the text if no such end exists.
+        Return the length of the text if there is no such index.
         """
         for index in range(max(start, len(text) - self.longest + 1), len(text)):
             if text[index] in self._initials and self.may_begin(text, index):
@@ -72,10 +72,10 @@ class Source:
         self._at = 0
         self._final = final
 
-    # --- the trace: a record of consumed text, which may turn out to be content ---
+    # --- the trace: a record of consumed text, which becomes content if it turns out to be no call or mark ---
 
     def trace(self, *prefix: str) -> None:
-        """Start a record of the consumed text. It begins with `prefix`, which has already been consumed."""
+        """Start to record consumed text. The record begins with `prefix`, which has already been consumed."""
         self._trace = list(prefix)
 
     def traced(self) -> str:
@@ -131,7 +131,10 @@ class Source:
                 return None
 
     def until(self, marks: Marks, sink: Sink) -> Reader[str | None]:
-        """Pass on the text before the next mark, and consume the mark. Return None if the text ends without a mark."""
+        """Pass the text before the next mark to the sink, then consume and return the mark.
+
+        Return None if the text ends without a mark.
+        """
         while True:
             match = marks.find(self._text, self._at)
             end = match.start() if match else marks.held_from(self._text, self._at)
@@ -145,9 +148,9 @@ class Source:
                 return None
 
     def while_in(self, pattern: re.Pattern[str], sink: Sink) -> Reader[str]:
-        """Pass on the text before the pattern's next match, and return the match, which must be a single character.
+        """Pass the text before the pattern's next match to the sink, and return the match without consuming it.
 
-        The match is not consumed. Returns an empty string if the text ends without a match.
+        The pattern must match single characters. Returns an empty string if the text ends without a match.
         """
         while True:
             match = pattern.search(self._text, self._at)
@@ -167,7 +170,7 @@ class Source:
         pieces: list[str] = []
         num_chars = 0
         while True:
-            # Search only up to the limit. Otherwise an output with many beginnings of calls would take quadratic time.
+            # The search stops at the limit, so that an output with many beginnings of calls takes linear time.
             window = self._at + limit - num_chars + ends.longest
             match = ends.find(self._text, self._at, window)
             if match is not None:

@@ -1,1 +1,1 @@
-"""Formats of tool calls, one file per family. `table` lists all formats by name."""
+"""Formats of tool calls, one module per family of formats. `table` lists all formats by name."""

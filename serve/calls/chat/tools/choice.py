@@ -25,7 +25,7 @@ class ToolChoice:
 
 
 def read_choice(choice: str | Mapping[str, Any] | None, offered: OfferedTools) -> ToolChoice:
-    """Read the value of `tool_choice`. Raises `InvalidRequest`, whose `param` is the path of the invalid part."""
+    """Convert the value of `tool_choice`. Raises `InvalidRequest`, whose `param` is the path of the invalid part."""
     every = tuple(offered.by_name.values())
     if choice is None:
         return ToolChoice(every)

@@ -1,8 +1,8 @@
 """Enforce required calls and calls to strict tools with a grammar in llguidance's dialect of Lark.
 
-The grammar describes the model's own call format and constrains the arguments by each tool's JSON schema. Some formats
-write parameters between tags. For these, the grammar requires one JSON object instead, which their readers accept too.
-For tools without an enforced schema, the text up to the end of the call is free.
+The grammar describes the model's own call format and constrains the arguments by each tool's JSON schema. For formats
+that write parameters between tags, the grammar requires one JSON object instead, which their readers also accept. For
+tools without an enforced schema, any text is allowed up to the end of the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve.calls.chat.tools.choice import ToolChoice
 from serve.calls.chat.tools.format import ToolFormat
 from serve.calls.chat.tools.offered import Tool
 
-# Write JSON in the style that models are trained on. Flexible white space would let sampling produce it endlessly.
+# The JSON style that models are trained on. White space is fixed, so that sampling cannot produce it endlessly.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PLAIN_KEYS = {
     "type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
@@ -53,7 +53,7 @@ class Marks:
     ids: Mapping[str, int]
 
     def terms(self, text: str) -> str:
-        """Return the text as a sequence of Lark terms."""
+        """Return the text as a sequence of Lark terms: token ids for the marks in it, and strings."""
         marks = [mark for mark in self.ids if mark in text]
         if not marks:
             return json.dumps(text, ensure_ascii=False) if text else ""
@@ -61,7 +61,7 @@ class Marks:
         return " ".join(self._term(piece) for piece in pieces if piece)
 
     def head(self, text: str) -> str:
-        """Return the part of the text before the first of these tokens."""
+        """Return the part of the text before its first mark, or the whole text if it has no mark."""
         return text[: min((text.index(mark) for mark in self.ids if mark in text), default=len(text))]
 
     def _term(self, piece: str) -> str:
@@ -77,11 +77,11 @@ def calls_grammar(
     think: ReasoningFormat | None = None,
     answer: str | None = None,
 ) -> str:
-    """Return Lark rules for outputs with these calls. Raises `InvalidRequest` for constraints that cannot be enforced.
+    """Return Lark rules for outputs with calls to the tools of `choice`, in the format `form` (None: Harmony).
 
     If no call is required and `answer` is None, calls may occur in free text. If `answer` is a JSON schema, the output
-    is either calls or JSON of this schema. If `think` is set, a reasoning block may come first. `form` is None for
-    Harmony.
+    is either calls or JSON of this schema. If `think` is set, a reasoning block may come first. Raises `InvalidRequest`
+    for constraints that cannot be enforced.
     """
     rules: list[str] = []
     if form is None:
@@ -101,9 +101,10 @@ def calls_grammar(
 def names_grammar(
     form: ToolFormat | None, choice: ToolChoice, marks: Marks, *, parallel: bool
 ) -> tuple[str, str] | None:
-    """Return a mark and the Lark rules for the output after it: calls that name tools of the request, and free text.
+    """Return the mark that begins a call, and Lark rules for the output after this mark.
 
-    Returns None for formats whose readers already accept only these names. `form` is None for Harmony.
+    The rules allow calls that name tools of the request, and free text. Returns None for formats whose readers already
+    accept only these names. `form` is None for Harmony.
     """
     if form is None:
         return _harmony_names(choice, marks)
@@ -120,9 +121,9 @@ def names_grammar(
 
 
 def schema_paths(choice: ToolChoice, answer: str) -> dict[str, str]:
-    """Map grammar rules of `calls_grammar` to the request paths of the JSON schemas that they enforce.
+    """Map each rule of `calls_grammar` that enforces a JSON schema to the path of this schema in the request.
 
-    `answer` is the path of the schema of an answer without calls.
+    `answer` is the path of the schema for an answer without calls.
     """
     paths = {"start": answer}
     for index, tool in enumerate(choice.tools):
@@ -153,8 +154,8 @@ def _sequence_of_calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules
 def _calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> None:
     """Append three rules for each tool: `first` (a first call), `next` (a later call), `rest` (the end of a call).
 
-    All text before the arguments is one lexeme. Therefore the lexer can distinguish the alternatives after a call at
-    the first character in which they differ.
+    The text before the arguments is one lexeme, so that after a call the lexer chooses between the alternatives at the
+    first character in which they differ.
     """
     all_before, between, _ = form.rendered_all
     for index, tool in enumerate(choice.tools):
@@ -173,14 +174,14 @@ def _calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str])
 
 
 def _before(form: ToolFormat, tool: Tool, choice: ToolChoice) -> str:
-    """Return the text before a call's arguments. White space before free text is part of that text."""
+    """Return the text before a call's arguments, without its final white space if free text follows."""
     before = form.rendered(tool.name)[0]
     is_free = form.arguments == "tags" and not (choice.must_call or tool.strict)
     return before.rstrip() if is_free else before
 
 
 def _free_rest(form: ToolFormat, marks: Marks) -> list[str]:
-    """Return rules for any text up to the end of a call. The text must not continue the call's name."""
+    """Return rules for any text up to the end of a call. The first character must not extend the call's name."""
     before, after = form.rendered("name")
     end = after.index(">") + 1
     close, rest = after[:end].strip(), marks.terms(after[end:])
@@ -194,7 +195,7 @@ def _free_rest(form: ToolFormat, marks: Marks) -> list[str]:
     if head == close:
         until = f"({first})?{_escaped(close)}"
         return [*rules, f"until_close[lazy]: /{until}/", f"free_rest: until_close {rest}"]
-    # The closing mark contains a token, and marks of parameters contain it too.
+    # The closing mark contains a token that the marks of parameters also contain.
     token = next(mark for mark in marks.ids if close.startswith(mark, len(head)))
     tail = close[len(head) + len(token) :]
     return [
@@ -210,9 +211,9 @@ def _json(tool: Tool, *, enforced: bool) -> str:
 
 
 def _python(tool: Tool, index: int, rules: list[str], *, enforced: bool) -> str:
-    """Append the rules of the arguments, and return Lark for key=value, ...
+    """Append rules for arguments in Python syntax, and return the Lark expression for "key=value, ...".
 
-    The required parameters come first, and then any of the optional parameters, in the schema's order.
+    The required parameters come first, then any of the optional parameters, both in the schema's order.
     """
     if not enforced:
         return "any_arguments"
@@ -247,9 +248,9 @@ def _python(tool: Tool, index: int, rules: list[str], *, enforced: bool) -> str:
 
 
 def _harmony(choice: ToolChoice, marks: Marks, rules: list[str], answer: str | None) -> str:
-    """Append rules for outputs in Harmony. Return Lark for optional reasoning, and then one call or the final answer.
+    """Append rules for Harmony. Return the Lark expression for optional reasoning, then one call or the final answer.
 
-    If neither a call nor an answer schema is required, other messages are free, and only calls are constrained.
+    If neither a call nor an answer schema is required, only calls are constrained, and other messages have any text.
     """
     turn = f'{marks.terms("<|end|><|start|>")} "assistant"'
     rules.append(f"thought: {marks.terms('<|channel|>analysis<|message|>')} ANYTHING {turn}")
@@ -291,10 +292,10 @@ def _harmony_names(choice: ToolChoice, marks: Marks) -> tuple[str, str] | None:
 
 
 def _in_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
-    """Append rules, and return Lark for free text in which any text that begins like a call must be a valid call.
+    """Append rules, and return the Lark expression for free text in which text that begins like a call must be a call.
 
-    If calls begin with a single token, free text ends at this token. Otherwise the text up to and including the
-    beginning of a call is a lazy lexeme. It ends at the first beginning of a call, and only a call may follow.
+    If calls begin with a single token, free text ends at this token. Otherwise a lazy lexeme matches the text up to and
+    including the first beginning of a call, and only the rest of a call may follow.
     """
     openers = form.section_open + form.call_open
     if form.arguments == "python" and "[" in form.call_open:
@@ -309,7 +310,7 @@ def _in_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str
 
 
 def _in_python_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
-    """Append rules, and return Lark for free text with lists of calls in Python syntax.
+    """Append rules, and return the Lark expression for free text with lists of calls in Python syntax.
 
     A bracket begins a call only if a tool's name and a parenthesis follow.
     """
@@ -328,7 +329,7 @@ def _in_python_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: l
 
 
 def _from_mark(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
-    """Append rules, and return Lark for free text that ends with a mark of the format, followed by calls."""
+    """Append rules, and return the Lark expression for free text up to an opening mark, followed by calls."""
     begins = [form.rendered_all[0] + _before(form, tool, choice) for tool in choice.tools]
     mark = next(mark for mark in form.section_open + form.call_open if begins[0].startswith(mark))
     if mark in marks.ids:
@@ -348,7 +349,7 @@ def _escaped(text: str) -> str:
 
 
 def _without(expressions: Sequence[str]) -> str:
-    """Return Lark that adds the condition "and contains no match of these expressions" to a regular expression."""
+    """Return the Lark suffix that excludes texts with a match of these expressions from a regular expression."""
     return f" & ~/(?s:.*)({'|'.join(dict.fromkeys(expressions))})(?s:.*)/" if expressions else ""
 
 

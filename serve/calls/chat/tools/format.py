@@ -1,4 +1,4 @@
-"""Define formats of tool calls, and read outputs with calls in any of them."""
+"""Define the formats of tool calls, and read outputs that contain calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rendered = tuple[str, str]  # the text before and after the JSON of the argument
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Arguments of a `CallReader`."""
+    """The source, output and tools that a `CallReader` works with."""
 
     source: Source
     output: Output
@@ -33,7 +33,7 @@ CallReader = Callable[[CallContext], Reader[bool]]
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """A format of calls. The `section` marks enclose all calls, and the `call` marks enclose each call."""
+    """A format of tool calls. The `section` marks enclose all calls, the `call` marks enclose each call."""
 
     read: CallReader
     section_open: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class ToolFormat:
     arguments: str = "json"  # syntax of the arguments: "json", "python" or "tags" (the format's own syntax)
     parameters: Any = None  # the `Parameters` of the format if `arguments` is "tags"
     shaped_id: ShapedId | None = None  # None: the chat template accepts any id
-    shown: tuple[str, ...] = field(default=())  # other special tokens that the parser must see
+    shown: tuple[str, ...] = field(default=())  # other special tokens whose text the parser needs
 
     @cached_property
     def openers(self) -> Marks:
@@ -58,7 +58,7 @@ class ToolFormat:
 
     @cached_property
     def distinct_openers(self) -> tuple[str, ...]:
-        """The opening marks that occur in no ordinary text."""
+        """The opening marks that do not occur in ordinary text, such as <tool_call>."""
         return tuple(
             mark for mark in dict.fromkeys(self.section_open + self.call_open) if mark[0] in "<[" and len(mark) > 1
         )
@@ -113,9 +113,10 @@ def read_calls(source: Source, output: Output, tools: OfferedTools, form: ToolFo
 
 
 def _read_section(context: CallContext, form: ToolFormat, *, has_begun: bool) -> Reader[None]:
-    """Read calls that follow each other.
+    """Read a sequence of calls, and the section marks around it.
 
-    The source must be recording a trace from the first mark on. `has_begun`: whether the first call's mark is consumed.
+    The caller has started the source's trace at the first mark. `has_begun`: whether the first call's opening mark is
+    already consumed.
     """
     source, output = context.source, context.output
     while True:

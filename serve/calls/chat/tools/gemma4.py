@@ -1,4 +1,4 @@
-"""Gemma 4: <|tool_call>call:NAME{key:<|"|>text<|"|>,other:5}<tool_call|>, JSON with special quotes and bare keys."""
+"""Gemma 4's calls, with special quotes and bare keys: <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _read(context: CallContext) -> Reader[bool]:
 
 
 def _value(context: CallContext, depth: int) -> Reader[bool]:
-    """Pass on one value as JSON. Return False if the value is truncated or invalid."""
+    """Write one value to the output as JSON. Return False if the value is truncated or invalid."""
     source, output = context.source, context.output
     if (yield from source.one_of(_QUOTE)) is not None:
         output.arguments('"')

@@ -1,4 +1,4 @@
-"""Calls with arguments in JSON: objects that contain the name, lists of them, and names before the arguments."""
+"""Readers of calls in JSON: objects with name and arguments, lists of such objects, and a name before arguments."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, several: bool =
 
 
 def leave(context: CallContext, rest: str) -> Reader[None]:
-    """Pass on the text after a call as content, unless it is only punctuation at the end of the output."""
+    """Write the text after a call as content, unless it is only punctuation at the end of the output."""
     if any(map(str.isalnum, rest)) or (rest and (yield from context.source.peek())):
         context.output.content(rest)
 
@@ -80,10 +80,11 @@ def named(
     after: Marks | None = None,
     read_name: Callable[[str], tuple[str, str | None] | None] | None = None,
 ) -> CallReader:
-    """Return a reader of a name, one of the marks `ends`, and the arguments. The mark "{" is part of the arguments.
+    """Return a reader of calls that consist of a name, one of the marks `ends`, and the arguments in JSON.
 
-    `before` may precede the name, and `after` may follow the arguments. `read_name` splits the text before the mark
-    into (name, id), or returns None if it is not a name.
+    If the mark is "{", it is also part of the arguments. A mark of `before` may precede the name, and one of `after`
+    may follow the arguments. `read_name` splits the text before the mark into (name, id), or returns None if the text
+    is not a name.
     """
 
     def read(context: CallContext) -> Reader[bool]:
@@ -124,7 +125,7 @@ def plain_name(text: str) -> tuple[str, str | None] | None:
 
 
 def read_arguments(context: CallContext) -> Reader[bool]:
-    """Pass on the arguments of a started call. Return False if they are incomplete."""
+    """Copy the arguments of a started call to the output. Return False if the arguments are incomplete."""
     source, output = context.source, context.output
     first = yield from source.peek()
     if first == "{":
@@ -138,10 +139,10 @@ def read_arguments(context: CallContext) -> Reader[bool]:
 
 
 def _as_object(text: str) -> str:
-    """Return arguments as the text of a JSON object where possible.
+    """Return the JSON text of a call's arguments, as an object if possible.
 
-    Null and an empty string become {}. A string that contains JSON becomes this JSON. Other values stay as they are,
-    and text that is not JSON becomes a JSON string.
+    Null and an empty string become {}. A string that contains JSON becomes this JSON. Other values do not change. Text
+    that is not JSON becomes a JSON string.
     """
     try:
         value = json.loads(text, strict=False)
@@ -156,7 +157,7 @@ def _as_object(text: str) -> str:
 
 
 def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Reader[bool]:
-    """Read one object. Members that do not belong to a call become content after the call."""
+    """Read one object as a call. Members other than name, arguments and labels become content after the call."""
     extra: list[str] = []
     has_started = yield from _read_members(context, keys, extra, only_offered=only_offered)
     if has_started and extra:
@@ -168,8 +169,8 @@ def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Rea
 def _read_members(context: CallContext, keys: Keys, extra: list[str], *, only_offered: bool) -> Reader[bool]:
     """Read the object's members. Return whether they started a call.
 
-    A call starts at its arguments, or at the end of an object that has only a name. If the text stops being an object,
-    the rest stays in the source's trace.
+    A call starts at its arguments, or at the end of an object that has only a name. If the text is no valid object, the
+    invalid rest stays in the source's trace.
     """
     source, output = context.source, context.output
     yield from source.skip()

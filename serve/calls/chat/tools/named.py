@@ -1,6 +1,6 @@
 """Formats that write a call's name before its arguments in JSON: Mistral, DeepSeek V3 and V3.1, Kimi K2.
 
-Mistral models before Small 3.2 write a list of objects. The Mistral reader accepts both.
+Mistral models before Small 3.2 write a list of JSON objects instead. The Mistral reader accepts both formats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _mistral_id(call_id: str, name: str, index: int) -> str:
 
 
 def _mistral_name(text: str) -> tuple[str, str | None] | None:
-    """Split the text into the call's name and its id, which some versions write after the name."""
+    """Return the call's name, and its id if the model writes one, or None if the text is not a name."""
     name, mark, call_id = text.partition("[CALL_ID]")
     plain = plain_name(name)
     if plain is None or not mark:
@@ -53,7 +53,7 @@ MISTRAL = ToolFormat(
     rendered=lambda name: (f"[TOOL_CALLS]{name}[ARGS]", ""),
 )
 
-# Reads both formats, like MISTRAL. Grammars that enforce calls require the older format, a list of objects.
+# Reads both formats, like MISTRAL, but a grammar that enforces calls requires the older format, a list of objects.
 MISTRAL_LIST = replace(
     MISTRAL,
     rendered=lambda name: (f'{{"name": "{name}", "arguments": ', "}"),
@@ -101,7 +101,7 @@ def _kimi_name(text: str) -> tuple[str, str | None] | None:
 
 
 def _kimi_id(call_id: str, name: str, index: int) -> str:
-    """Return an id that contains the function's name, because the chat template writes only the id of a call."""
+    """Return an id that contains the function's name, because the chat template writes the id in place of the name."""
     return call_id if call_id.startswith(f"functions.{name}:") else f"functions.{name}:{index}"
 
 

@@ -49,9 +49,9 @@ class OfferedTools:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> OfferedTools:
-    """Check the tools of a request.
+    """Check the tools of a request, and return them by name.
 
-    Raises `InvalidRequest`, whose `param` is the path of the invalid part, also if the tools are too many or too large.
+    Raises `InvalidRequest`, whose `param` is the path of the invalid part, and also for too many or too large tools.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools may have at most {MAX_TOOLS} items, not {len(tools)}.", param="tools")

@@ -1,6 +1,6 @@
 """Read calls whose parameters are text between tags: <parameter=city>Paris</parameter>.
 
-Each text becomes a JSON value of the type in the tool's schema. Strings are passed on as they arrive.
+Each text is converted to a JSON value of the type in the tool's schema. Strings are streamed as they arrive.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Parameters:
     """The marks of a call whose parameters are written between tags. An instance is a `CallReader`."""
 
     before_name: tuple[str, ...] = ()  # if set, one of these marks must precede the name
-    # Marks after the name. A mark that begins a parameter or ends the call is then read a second time.
+    # Marks after the name. If such a mark also begins a parameter or ends the call, it is read again for this purpose.
     name_end: tuple[str, ...]
     parameter_open: str
     key_end: tuple[str, ...]  # marks after a parameter's name
     value_open: tuple[str, ...] = ()  # marks that may come between key_end and the value
     value_close: tuple[str, ...]
-    unclosed: tuple[str, ...] = ()  # marks of the following part, which end a value whose closing mark is missing
+    unclosed: tuple[str, ...] = ()  # marks that end a value whose closing mark is missing
     call_close: tuple[str, ...]
     string_attribute: bool = False  # whether tags declare strings: name="x" string="true"
 
@@ -106,7 +106,7 @@ class Parameters:
         return not is_truncated
 
     def _key(self, text: str) -> tuple[str, bool | None]:
-        """Return a parameter's name, and whether its tag declares the value to be a string."""
+        """Return a parameter's name, and whether its tag declares the value a string (None: no declaration)."""
         if not self.string_attribute:
             return text.strip().strip("\"'"), None
         match = _ATTRIBUTES.fullmatch(text.strip())
@@ -115,7 +115,7 @@ class Parameters:
         return match[1], None if match[2] is None else match[2] == "true"
 
     def _value(self, context: CallContext, types: frozenset[str] | None) -> Reader[bool]:
-        """Read one value. If the text ends inside the value, pass it on unchanged and return False."""
+        """Read one value, and write it as JSON. If the text ends inside it, write it unchanged, and return False."""
         source, output, close = context.source, context.output, self._marks["close"]
         yield from self._one_newline(context)
         if types == {"string"}:
@@ -162,7 +162,7 @@ def typed(text: str, types: frozenset[str] | None) -> str:
 
 
 def _unescaped(text: str, types: frozenset[str]) -> str | None:
-    """Parse JSON whose quotes the model escaped as inside a string. Return None if the text is something else."""
+    """Parse JSON whose quotes the model escaped, like {\\"a\\": 1}. Return None if the text is something else."""
     try:
         inner = json.loads(f'"{text}"', strict=False)
         return _shaped(json.loads(inner, parse_constant=_reject_constant), types, written=inner)
@@ -213,7 +213,8 @@ _KINDS = {
 def _shaped(value: Any, wanted: frozenset[str], *, written: str | None = None) -> str | None:
     """Return the value as JSON, or None if its type is not one of the wanted types.
 
-    Strings also give None, because the caller then uses the text itself. `written` is the JSON of the value, if known.
+    Also returns None for strings, because the caller then uses the text itself. `written` is the JSON text of the
+    value, if the caller has it.
     """
     if isinstance(value, float):
         if not math.isfinite(value):

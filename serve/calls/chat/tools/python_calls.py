@@ -28,8 +28,8 @@ _QUOTED = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 def python_calls(*, brackets: bool = True, only_offered: bool = True) -> CallReader:
     """Return a reader of calls in Python syntax.
 
-    With `brackets`, the calls are in a list whose opening bracket is already consumed. Without it, the brackets and the
-    commas between calls are optional. With `only_offered`, a call must name a tool of the request.
+    `brackets`: the calls are in a list whose opening bracket is already consumed. If false, the brackets and the commas
+    between calls are optional. `only_offered`: a call must name a tool of the request.
     """
 
     def read(context: CallContext) -> Reader[bool]:
@@ -88,7 +88,7 @@ def _call(context: CallContext, *, only_offered: bool) -> Reader[bool]:
 
 
 def _end_malformed_call(context: CallContext, closing: str) -> Reader[bool]:
-    """End a call whose text turned out to be malformed. The consumed text after its valid part becomes content."""
+    """End a malformed call. The text consumed since its last valid argument becomes content."""
     if (yield from context.source.peek()):
         context.output.arguments(closing)
     yield from leave(context, context.source.traced())
@@ -108,7 +108,7 @@ def _word(source: Source) -> Reader[str]:
 
 
 def _value(context: CallContext, depth: int) -> Reader[bool]:
-    """Pass on one value as JSON. Return False if the value is truncated or invalid."""
+    """Write one value to the output as JSON. Return False if the value is truncated or invalid."""
     source, output = context.source, context.output
     first = yield from source.peek()
     if first in ('"', "'") and first:
@@ -132,9 +132,9 @@ def read_collection(
     key: Callable[[CallContext, str], Reader[bool]],
     value: Callable[[CallContext, int], Reader[bool]],
 ) -> Reader[bool]:
-    """Pass on a list, tuple or dictionary as JSON. Return False if it is truncated or malformed.
+    """Write a list, tuple or dictionary to the output as JSON. Return False if it is truncated or malformed.
 
-    `key` passes on the separator and the key of a member, up to its value. `value` passes on a value.
+    `key` reads and writes a separator and the key of a member. `value` reads and writes a value.
     """
     source, output = context.source, context.output
     opening = yield from source.next()
@@ -179,10 +179,10 @@ def _key(context: CallContext, before: str) -> Reader[bool]:
 
 
 def _string(context: CallContext) -> Reader[bool]:
-    """Pass on one string as a JSON string while it arrives.
+    """Write one string to the output as a JSON string while it arrives. Return False if it is truncated.
 
-    A quote ends the string only if a character that may follow a string comes next, because models forget to escape
-    quotes inside strings.
+    Models forget to escape quotes inside strings. Therefore a quote ends the string only if the next character may
+    follow a string.
     """
     source, output = context.source, context.output
     quote = yield from source.next()
