@@ -126,6 +126,10 @@ docs:
     {{bin}}/just study documents metrics > docs/monitoring/metrics.md
     {{bin}}/just study documents models > docs/models.md
 
+# Write docs/image-models.md anew: serve a tiny model of every image-text architecture. Minutes; needs torchvision.
+image-models:
+    {{bin}}/just study seeing --markdown > docs/image-models.md
+
 # Train the demo model anew (one to two hours on two cores, minutes on a GPU): `just demo-model --help`.
 [positional-arguments]
 demo-model *options:

@@ -268,13 +268,15 @@ def _placeholder(processor: Any, name: str, kind: Kind) -> str:
     if part is None:
         needs = " (torchvision is not installed)" if kind == "video" and not _has_torchvision() else ""
         raise CheckpointError(f"{name}: {plural} are not supported: it has no part for them{needs}.")
+    if hasattr(processor, "qformer_tokenizer"):
+        raise CheckpointError(f"{name}: {plural} are not supported: their encoder also reads the text of the prompt.")
     item = trial(kind, int(getattr(part, "sampling_rate", 16_000)))
     problem: Exception | None = None
-    for attribute in PLACEHOLDERS[kind]:
-        text = getattr(processor, attribute, None)
-        text = getattr(text, "content", text)
-        if not isinstance(text, str) or not text:
-            continue
+    texts = [_token(processor, attribute) for attribute in PLACEHOLDERS[kind]]
+    ends = _token(processor, f"{kind}_start_token"), _token(processor, f"{kind}_end_token")
+    if all(ends):  # some processors accept a placeholder only between these tokens
+        texts.append(ends[0] + _token(processor, f"{kind}_token") + ends[1])
+    for text in filter(None, texts):
         try:
             expanded = _process(processor, text, kind, item, {})
         except Exception as error:  # a processor may raise anything for the wrong text
@@ -283,6 +285,13 @@ def _placeholder(processor: Any, name: str, kind: Kind) -> str:
         if isinstance(expanded.inputs.get("input_ids"), Tensor) and len(expanded.text) >= len(text):
             return text
     raise CheckpointError(f"{name}: {plural} are not supported: it has no placeholder for them ({problem}).")
+
+
+def _token(processor: Any, attribute: str) -> str:
+    """Return the text of a processor's special token, or "" if it has none."""
+    text = getattr(processor, attribute, None)
+    text = getattr(text, "content", text)
+    return text if isinstance(text, str) else ""
 
 
 def _has_torchvision() -> bool:

@@ -185,19 +185,22 @@ _QWEN_3_5_EXPERTS = {
 }
 
 
-def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
-    """Return the entry of Qwen 3.5's text model."""
+def _qwen3_5(defaults: Mapping[str, Any], encoder: str = "visual") -> Entry:
+    """Return the entry of Qwen 3.5's text model. `encoder` matches the names of the image encoder's modules."""
     return Entry(
         "qwen3_next:qwen3_5",
         defaults,
         layer_types=_LINEAR_OR_FULL,
         tensors={
             r"mtp\.": None,
-            r"model\.visual\.": None,
+            rf"model\.({encoder})\.": None,
             r"model\.language_model\.": "model.",
         },
         spelling="qwen3_5",
     )
+
+
+_MINICPM_V = _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}, "vision_tower|merger")
 
 
 _MPT = Entry(
@@ -501,6 +504,11 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         spelling="minicpm3",
     ),
+    "MiniCPMOcrForConditionalGeneration": _qwen3_5(
+        {**_DELTA_NET, "num_key_value_heads": 4, "tie_word_embeddings": True}, "vision_tower|merger"
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": _MINICPM_V,
+    "MiniCPMV4_7ForConditionalGeneration": _MINICPM_V,
     "Ministral3ForCausalLM": Entry("mistral:mistral", _MINISTRAL_3, spelling="mistral3"),
     "Mistral3ForConditionalGeneration": Entry(
         "mistral:mistral",

@@ -23,5 +23,6 @@ REFUSED: Mapping[str, str] = {
     "Grok1ModelForCausalLM": _GROK,
     "MllamaForCausalLM": _MLLAMA,
     "MllamaForConditionalGeneration": _MLLAMA,
+    "PI0ForConditionalGeneration": "its output is robot actions; use a model that generates text",
     "Phi3SmallForCausalLM": _PHI_3_SMALL,
 }

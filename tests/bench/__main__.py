@@ -15,6 +15,7 @@ COMMANDS = {
     "prefill-decode": ("bench.prefill_decode", "first tokens with prompts computed elsewhere, against one server"),
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
     "adapters": ("bench.adapters", "tokens per second with LoRA adapters in a batch, and without"),
+    "seeing": ("bench.seeing", "every image-text architecture of transformers, asked about an image"),
     "images": ("bench.images", "image prompts against transformers, and the lag of the event loop under images"),
     "grammars": ("bench.grammars", "steps with a grammar for each row against none, and masks alone"),
     "fast-forward": ("bench.fast_forward", "forced tokens appended without a step of their own, and sampled"),

@@ -151,10 +151,20 @@ async def _round(engine: Engine, model: Any, processor: Any, number: int) -> lis
 
 
 async def _lag(count: int) -> None:
-    """Print the lag of a server's event loop while idle, and while a client sends `count` images at once."""
+    """Print the lag of a server's event loop while idle, and while a client sends `count` images at once.
+
+    An idle event loop in a process of its own has the lag that the operating system causes on this machine at the same
+    time. The server's own lag is the difference.
+    """
     options: dict[str, Any] = {"max_total_tokens": 8192, "dtype": "float32", "random_seed": 1}
-    with TemporaryDirectory(prefix="penstock-images-") as folder, _client() as client, _quick_switches():
+    with (
+        TemporaryDirectory(prefix="penstock-images-") as folder,
+        _other() as client,
+        _other() as idle,
+        _quick_switches(),
+    ):
         files = _write_bodies(Path(folder), count)
+        stop = Path(folder) / "stop"
         async with (
             Engine(tiny_seeing.cached(LAG_FAMILY), **options) as engine,
             serve_on_loopback(engine.core) as url,
@@ -164,16 +174,44 @@ async def _lag(count: int) -> None:
             async def ask(paths: Sequence[Path]) -> None:
                 await loop.run_in_executor(client, _post_all, url, paths)
 
+            async def watch(name: str, work: Any) -> list[tuple[str, str]]:
+                stop.unlink(missing_ok=True)
+                beside = loop.run_in_executor(idle, _idle_lags, stop)
+                try:
+                    lags_s, seconds = await _watched(work)
+                finally:
+                    stop.touch()
+                return _rows(name, lags_s, await beside, seconds)
+
             await ask(files[:2])  # starts the client's process and the server's threads
-            rows = [_row("idle", *await _watched(asyncio.sleep(IDLE_S)))]
-            rows += [_row(f"{name} images", *await _watched(ask(files))) for name in ("new", "cached")]
+            await loop.run_in_executor(idle, _idle_lags, files[0])  # starts the idle process
+            rows = await watch("no images", asyncio.sleep(IDLE_S))
+            rows += await watch("new images", ask(files)) + await watch("cached images", ask(files))
     report.say(report.table(f"lag of the event loop, {count} images in flight over HTTP", rows))
 
 
-def _row(name: str, lags_s: Sequence[float], seconds: float) -> tuple[str, str]:
-    ordered = sorted(lags_s)
-    p50, p99 = (1e3 * ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
-    return name, f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, max {1e3 * ordered[-1]:.1f} ms in {seconds:.1f} s"
+def _rows(name: str, lags_s: Sequence[float], idle_s: Sequence[float], seconds: float) -> list[tuple[str, str]]:
+    texts, p99s = [], []
+    for each in (lags_s, idle_s):
+        ordered = sorted(each)
+        p50, p99 = (1e3 * ordered[int(len(ordered) * share)] for share in (0.5, 0.99))
+        p99s.append(p99)
+        texts.append(f"p50 {p50:.2f} ms, p99 {p99:.2f} ms, max {1e3 * ordered[-1]:.1f} ms")
+    return [
+        (f"{name}, {seconds:.1f} s", texts[0]),
+        ("  an idle process", texts[1]),
+        ("  p99 over the idle process", f"{p99s[0] - p99s[1]:.2f} ms"),
+    ]
+
+
+def _idle_lags(stop: Path) -> list[float]:
+    """Return the lags of an event loop that has nothing to do, until the file exists."""
+
+    async def wait() -> None:
+        while not stop.exists():
+            await asyncio.sleep(0.02)
+
+    return asyncio.run(_watched(wait()))[0]
 
 
 async def _watched(work: Any) -> tuple[list[float], float]:
@@ -208,9 +246,10 @@ def _write_bodies(folder: Path, count: int) -> list[Path]:
 
 
 @contextmanager
-def _client() -> Iterator[Executor]:
-    with ProcessPoolExecutor(1, get_context("spawn")) as client:
-        yield client
+def _other() -> Iterator[Executor]:
+    """Yield an executor with one process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        yield process
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -148,18 +149,22 @@ OWN: dict[str, dict[str, Any]] = {  # Fields of single kinds, which override SMA
 }  # fmt: skip
 
 
-def config(model_type: str, **changes: Any) -> Any:
-    """Return a small configuration of this kind. `changes` are its fields; None removes a field."""
+def config(model_type: str, small: Mapping[str, Any] = SMALL, **changes: Any) -> Any:
+    """Return a small configuration of this kind. `changes` are its fields; None removes a field.
+
+    `small` replaces `SMALL`. A changed part, such as `vision_config`, is a dictionary with fields of the part.
+    """
     kind = CONFIG_MAPPING[model_type]
     usual = kind()
-    values = {name: value for name, value in SMALL.items() if _has(usual, name)}
+    values = {name: value for name, value in small.items() if _has(usual, name)}
     if getattr(usual, "sliding_window", None) is None:
         values.pop("sliding_window", None)
     if "kv_lora_rank" in values:  # each head of latent attention has a key with two parts
         values |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in values else {})
     for name in getattr(kind, "sub_configs_defaults", None) or {}:
         if (part := getattr(usual, name, None)) is not None:
-            values[name] = config(part.model_type).to_dict()
+            changed = changes.pop(name) if isinstance(changes.get(name), Mapping) else {}
+            values[name] = config(part.model_type, small, **changed).to_dict()
     values |= {**OWN.get(model_type, {}), **changes}
     return kind(**{name: value for name, value in values.items() if value is not None})
 

@@ -24,11 +24,15 @@ from runtime.models.by_transformers.facts import quiet
 _PLAIN = frozenset(
     {"inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache", "past_key_values", "cache_position",
      "return_dict", "output_attentions", "output_hidden_states", "logits_to_keep", "labels", "input_ids",
-     "visual_pos_masks", "deepstack_visual_embeds", "token_type_ids", "mm_token_type_ids"}
+     "hidden_states", "position_embeddings", "visual_pos_masks", "deepstack_visual_embeds", "token_type_ids",
+     "mm_token_type_ids"}
 )  # fmt: skip
 # Results of processors that are passed to a body with arbitrary keyword arguments.
 _PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "second_per_grid_ts"})
+# Ends of the names of processors' results from which positions are computed.
+GRIDS = ("grid_thw", "grid_hws", "second_per_grid_ts", "target_sizes", "target_sizes_videos")
 TEXT = 0  # type of tokens of text
+NUM_AXES = 3  # time, height and width
 
 
 class EncodedImage(NamedTuple):
@@ -88,8 +92,11 @@ class _Recorder(nn.Module):
     def get_output_embeddings(self) -> None:
         return None
 
-    def forward(self, *_: Any, **arguments: Any) -> None:
-        raise _Recorded(arguments)
+    def get_per_layer_inputs(self, *_: Any, **__: Any) -> None:
+        raise ValueError("its language model also reads embeddings of its own in every layer.")
+
+    def forward(self, hidden_states: Tensor | None = None, *_: Any, **arguments: Any) -> None:
+        raise _Recorded(arguments if hidden_states is None else {**arguments, "inputs_embeds": hidden_states})
 
 
 class _Inner(nn.Module):
@@ -106,22 +113,27 @@ class MediaTower(nn.Module):
     def __init__(self, model: Any) -> None:
         """Take a transformers model, and remove its language model.
 
-        Raises CheckpointError if the language model is not a direct child of the model's body.
+        Raises CheckpointError if the language model is neither a direct child of the model's body nor its layers.
         """
         super().__init__()
         name = type(model).__name__
         self.config = model.config
         decoder = model.get_decoder()
         body = getattr(model, "model", model)
-        if not isinstance(body, nn.Module) or decoder is body or decoder is model:
+        if not isinstance(body, nn.Module) or decoder is model:
             body = model
-        owners = [(module, child) for module in body.modules() for child, each in module.named_children()
-                  if each is decoder]  # fmt: skip
-        if len(owners) != 1 or owners[0][0] is not body:
-            raise CheckpointError(f"{name}: images are not supported: its language model is not a part of its body.")
         weight = model.get_input_embeddings().weight
         embedding = _Unknown(model.get_input_embeddings(), weight.shape[-1], weight.dtype, weight.device)
-        setattr(body, owners[0][1], _Recorder(model.config.get_text_config(), embedding))
+        recorder = _Recorder(model.config.get_text_config(), embedding)
+        owners = [child for child, each in body.named_children() if each is decoder]
+        if owners:
+            setattr(body, owners[0], recorder)
+        elif decoder is body and isinstance(getattr(body, "layers", None), nn.ModuleList):
+            # The body itself embeds the images and contains the layers.
+            body.layers = nn.ModuleList([recorder])
+            body.embed_tokens = embedding
+        else:
+            raise CheckpointError(f"{name}: images are not supported: its language model is not a part of its body.")
         self.body = body
         self.size = weight.shape[-1]
         self.mutual = False  # whether tokens of one image attend to each other; `try_out` returns it
@@ -151,8 +163,12 @@ class MediaTower(nn.Module):
         """Encode a trial image, video or audio between two text tokens.
 
         Return whether its tokens attend to each other. Raises CheckpointError if the language model needs more than
-        embeddings and positions. `kind` is the word for the input in error messages.
+        embeddings and positions on three axes. `kind` is the word for the input in error messages.
         """
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
+        sections = rope.get("mrope_section") or rope.get("xdrope_section") or ()
+        if self.has_axes and len(sections) > NUM_AXES:
+            raise CheckpointError(f"{name}: {kind} are not supported: positions have {len(sections)} axes.")
         try:
             arguments = self._record(_between_texts(inputs))
             self.encode(inputs)
@@ -179,7 +195,7 @@ class MediaTower(nn.Module):
         given = {"input_ids": ids, "mm_token_type_ids": kinds, "attention_mask": torch.ones_like(ids), **grids}
         takes = inspect.signature(self._rope_index).parameters
         axes, _ = self._rope_index(**{name: value for name, value in given.items() if name in takes})
-        return axes[-3:, 0].cpu().numpy()
+        return axes[-NUM_AXES:, 0].cpu().numpy()
 
     @property
     def grid_names(self) -> tuple[str, ...]:
@@ -187,7 +203,7 @@ class MediaTower(nn.Module):
         if self._rope_index is None:
             return ()
         takes = inspect.signature(self._rope_index).parameters
-        return tuple(name for name in takes if name.endswith(("grid_thw", "grid_hws", "second_per_grid_ts")))
+        return tuple(name for name in takes if name.endswith(GRIDS))
 
     def _record(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         device, dtype = next(self.body.parameters()).device, next(self.body.parameters()).dtype
@@ -258,12 +274,12 @@ def load_tower(path: str, loader: Any, config: Any, dtype: torch.dtype, device: 
             if isinstance(values, list):
                 setattr(text, name, values[:1] if name != "moe_layers" else [each for each in values if each < 1])
     error: Exception | None = None
-    for each in (smaller, config):
+    for each, attention in ((smaller, "sdpa"), (config, "sdpa"), (smaller, "eager"), (config, "eager")):
         try:
             with quiet():
                 model = loader.from_pretrained(
                     path, config=each, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True,
-                    attn_implementation="sdpa",
+                    attn_implementation=attention,
                 )  # fmt: skip
             break
         except Exception as failure:  # transformers raises errors of many types

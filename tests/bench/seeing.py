@@ -1,0 +1,174 @@
+"""`seeing`: ask every image-text architecture of transformers about an image, and compare the answers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+import tiny_registered
+import tiny_seeing
+from bench import PROGRAM
+from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, InvalidRequest
+from runtime.media_source import MediaSource
+from runtime.request import LogprobParams, Request
+from runtime.sampling_params import SamplingParams
+from serve import Engine
+from serve.bench.options import new_parser
+
+NUM_NEW = 6
+SIZE = (64, 48)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
+EQUAL, DIFFERS, REFUSED, UNKNOWN = "equal", "differs", "refused", "not tried"
+SLOW = {"glm5_next": "even a small model of its shape is too slow"}
+# Errors of transformers that mean that the sizes or tokens of a tiny checkpoint are wrong.
+MISFIT = re.compile(
+    r"do not match|shapes? |size|cannot be multiplied|no attribute 'unsqueeze'|Mismatch in|total number|out of range|"
+    r"processor of /tmp|do not become embeddings"
+)
+_PAGE = """\
+# Image-text architectures of transformers
+
+`just image-models` writes this page, with transformers {version}{torchvision}. For each architecture that transformers
+registers for image-text models, it builds a tiny random checkpoint with the real classes of model and processor, serves
+it, asks about one image, and compares {count} greedy tokens and their log-probabilities with transformers.
+
+- *equal*: the same tokens, and log-probabilities within 0.001.
+- *refused*: images are refused, with this reason. Texts may still be served ([models through
+  transformers](models-by-transformers.md)).
+- *not tried*: no tiny checkpoint could be built, for this reason. The check at loading decides about a real one.
+
+{summary}.
+
+| `model_type` | result | details |
+|---|---|---|
+"""
+
+
+class Outcome(NamedTuple):
+    """The result for one architecture."""
+
+    result: str
+    details: str
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    options = new_parser("seeing", "Every image-text architecture, asked about an image.", program=PROGRAM)
+    options.add_argument("--only", nargs="+", metavar="TYPE", help="model types; default: all of transformers")
+    options.add_argument("--markdown", action="store_true", help="print docs/image-models.md")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the study, print its table, and return 1 if an answer differs, else 0."""
+    args = parser().parse_args(argv)
+    logging.getLogger("penstock").setLevel(logging.CRITICAL)
+    transformers.logging.set_verbosity_error()
+    found: dict[str, Outcome] = {}
+    for model_type in args.only or sorted(tiny_registered.ARCHITECTURES):
+        found[model_type] = asyncio.run(outcome(model_type))
+        if not args.markdown:
+            print(f"{model_type:24} {found[model_type].result:10} {found[model_type].details}", flush=True)
+    counts = Counter(each.result for each in found.values())
+    summary = ", ".join(f"{counts[result]} {result}" for result in (EQUAL, DIFFERS, REFUSED, UNKNOWN) if counts[result])
+    if args.markdown:
+        torchvision = " and torchvision" if tiny_registered.HAS_TORCHVISION else ""
+        page = _PAGE.format(
+            version=transformers.__version__, torchvision=torchvision, count=NUM_NEW, summary=summary
+        )  # fmt: skip
+        rows = [f"| `{name}` | {each.result} | {each.details.replace('|', '/')} |" for name, each in found.items()]
+        print(page + "\n".join(rows))
+    else:
+        print(summary)
+    return 1 if counts[DIFFERS] else 0
+
+
+async def outcome(model_type: str) -> Outcome:
+    """Build a tiny checkpoint of a model type, and compare an answer about an image with transformers."""
+    if model_type in SLOW:
+        return Outcome(UNKNOWN, SLOW[model_type])
+    with TemporaryDirectory(prefix="penstock-seeing-") as folder:
+        try:
+            if model_type in tiny_seeing.FAMILIES:
+                tiny_seeing.write(folder, model_type)
+                processor = tiny_seeing.processor_of(folder, model_type)
+            else:
+                processor = tiny_registered.write(Path(folder), model_type)
+        except Exception as error:  # configurations, processors and models of transformers raise any exception
+            return Outcome(UNKNOWN, _short(error))
+        return await _asked(folder, model_type, processor)
+
+
+async def _asked(path: str, model_type: str, processor: Any) -> Outcome:
+    image = tiny_seeing.picture(*SIZE, 1)
+    options: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 12_288, "random_seed": 1}
+    try:
+        async with Engine(path, **options, enable_multimodal=True) as engine:
+            media = engine.core.media
+            placeholder = media.placeholders.get("image") if media is not None else None
+            source = MediaSource("object", image)
+            if media is None or placeholder is None:
+                media.check([source]) if media is not None else None
+                return Outcome(REFUSED, "this model has no encoder for images")
+            text = f"Once {placeholder} upon a time"
+            request = Request(text=text, media=(source,), sampling=GREEDY, logprobs=LogprobParams())
+            [chunk] = await engine.core.submit(request).whole()
+    except (CheckpointError, ConfigurationError, InvalidRequest) as error:
+        reason = _reason(_short(error))
+        if MISFIT.search(reason):
+            return Outcome(UNKNOWN, f"the tiny checkpoint does not fit its processor ({reason.partition(': ')[2]})")
+        return Outcome(REFUSED, reason)
+    except EngineFailure as error:
+        return Outcome(DIFFERS, f"the request fails: {_short(error)}")
+    assert chunk.logprobs is not None
+    ours = tiny_seeing.Answer(chunk.ids, [logprob or 0.0 for logprob, _ in chunk.logprobs.chosen])
+    try:
+        wanted = reference(path, model_type, processor, text, image)
+    except Exception as error:  # the reference may need what this machine lacks
+        return Outcome(UNKNOWN, f"transformers does not answer: {_short(error)}")
+    if ours.agrees(wanted):
+        return Outcome(EQUAL, f"a prompt of {chunk.usage.prompt} tokens")
+    return Outcome(DIFFERS, f"{ours.ids} instead of {wanted.ids}")
+
+
+def reference(path: str, model_type: str, processor: Any, text: str, image: Any) -> tiny_seeing.Answer:
+    """Return transformers' greedy answer to a text with one image."""
+    auto = tiny_registered.auto_class(model_type)
+    model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    inputs = processor(text=[text], images=[image], return_tensors="pt", return_mm_token_type_ids=True)
+    if not any("mm_token_type_ids" in signature(each.forward).parameters for each in (model, model.base_model)):
+        inputs.pop("mm_token_type_ids", None)
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs, do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0, use_cache=False,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    ids = output.sequences[0, -NUM_NEW:].tolist()
+    scores = [logits[0].float().log_softmax(-1)[token].item() for token, logits in zip(ids, output.logits, strict=True)]
+    return tiny_seeing.Answer(ids, scores)
+
+
+def _short(error: Any) -> str:
+    """Return the first sentence of an error, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _reason(text: str) -> str:
+    """Return a refusal without the parts for videos and audio, and without names of temporary folders."""
+    return text.split("Processor: videos")[0].rsplit("; ", 1)[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
