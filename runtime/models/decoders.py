@@ -185,22 +185,22 @@ _QWEN_3_5_EXPERTS = {
 }
 
 
-def _qwen3_5(defaults: Mapping[str, Any], encoder: str = "visual") -> Entry:
-    """Return the entry of Qwen 3.5's text model. `encoder` matches the names of the image encoder's modules."""
+def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
+    """Return the entry of Qwen 3.5's text model, which MiniCPM-V also has."""
     return Entry(
         "qwen3_next:qwen3_5",
         defaults,
         layer_types=_LINEAR_OR_FULL,
         tensors={
             r"mtp\.": None,
-            rf"model\.({encoder})\.": None,
+            r"model\.(visual|vision_tower|merger)\.": None,
             r"model\.language_model\.": "model.",
         },
         spelling="qwen3_5",
     )
 
 
-_MINICPM_V = _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}, "vision_tower|merger")
+_QWEN_3_5 = _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4})
 
 
 _MPT = Entry(
@@ -504,11 +504,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         spelling="minicpm3",
     ),
-    "MiniCPMOcrForConditionalGeneration": _qwen3_5(
-        {**_DELTA_NET, "num_key_value_heads": 4, "tie_word_embeddings": True}, "vision_tower|merger"
-    ),
-    "MiniCPMV4_6ForConditionalGeneration": _MINICPM_V,
-    "MiniCPMV4_7ForConditionalGeneration": _MINICPM_V,
+    "MiniCPMOcrForConditionalGeneration": _QWEN_3_5,
+    "MiniCPMV4_6ForConditionalGeneration": _QWEN_3_5,
+    "MiniCPMV4_7ForConditionalGeneration": _QWEN_3_5,
     "Ministral3ForCausalLM": Entry("mistral:mistral", _MINISTRAL_3, spelling="mistral3"),
     "Mistral3ForConditionalGeneration": Entry(
         "mistral:mistral",
@@ -599,7 +597,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         spelling="qwen3_next",
     ),
     "Qwen3_5ForCausalLM": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
-    "Qwen3_5ForConditionalGeneration": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
+    "Qwen3_5ForConditionalGeneration": _QWEN_3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3MoeForCausalLM": Entry("qwen3:qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
