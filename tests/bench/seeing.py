@@ -34,7 +34,7 @@ SLOW = {"glm5_next": "even a small model of its shape is too slow"}
 # Errors of transformers that mean that the sizes or tokens of a tiny checkpoint are wrong.
 MISFIT = re.compile(
     r"do not match|shapes? |size|cannot be multiplied|no attribute 'unsqueeze'|Mismatch in|total number|out of range|"
-    r"processor of /tmp|do not become embeddings"
+    r"processor of the checkpoint|do not become embeddings"
 )
 _PAGE = """\
 # Image-text architectures of transformers
@@ -149,6 +149,10 @@ def reference(path: str, model_type: str, processor: Any, text: str, image: Any)
     inputs = processor(text=[text], images=[image], return_tensors="pt", return_mm_token_type_ids=True)
     if not any("mm_token_type_ids" in signature(each.forward).parameters for each in (model, model.base_model)):
         inputs.pop("mm_token_type_ids", None)
+    inputs = {
+        name: value.to(model.dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
     with torch.inference_mode():
         output = model.generate(
             **inputs, do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0, use_cache=False,
@@ -161,7 +165,7 @@ def reference(path: str, model_type: str, processor: Any, text: str, image: Any)
 
 def _short(error: Any) -> str:
     """Return the first sentence of an error, on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"/\S*penstock-seeing-\w+", "the checkpoint", " ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
 
 
