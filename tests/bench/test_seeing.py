@@ -16,7 +16,7 @@ ANSWER = (
 )  # fmt: skip
 REFUSED = {
     "chameleon": "turns images into token ids",
-    "git": "has no placeholder",
+    "git": "runs over transformers' caches",
     "instructblip": "also reads the text of the prompt",
     "mllama": "cross-attention",
 }
