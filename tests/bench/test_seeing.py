@@ -11,9 +11,10 @@ from bench import seeing
 
 PAGE = Path(__file__).parents[2] / "docs" / "image-models.md"
 ANSWER = (
-    "deepseek_vl", "got_ocr2", "granite_docling", "hyperclovax_vision_v2", "lighton_ocr", "minicpmv4_6", "paddleocr_vl",
-    "phi4_multimodal", "video_llama_3",
+    "deepseek_vl", "got_ocr2", "granite_docling", "hyperclovax_vision_v2", "lighton_ocr", "paddleocr_vl",
+    "video_llama_3",
 )  # fmt: skip
+NEED_TORCHVISION = ("minicpmv4_6", "minicpmv4_7", "phi4_multimodal")
 REFUSED = {
     "chameleon": "turns images into token ids",
     "git": "runs over transformers' caches",
@@ -23,7 +24,19 @@ REFUSED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ANSWER)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *ANSWER,
+        *(
+            pytest.param(
+                each,
+                marks=pytest.mark.skipif(not tiny_registered.HAS_TORCHVISION, reason="its processor needs torchvision"),
+            )
+            for each in NEED_TORCHVISION
+        ),
+    ],
+)
 async def test_answers_about_an_image_are_those_of_transformers(model_type: str) -> None:
     found = await seeing.outcome(model_type)
     assert found.result == seeing.EQUAL, found.details

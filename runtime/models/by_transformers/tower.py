@@ -170,8 +170,12 @@ class MediaTower(nn.Module):
         if self.has_axes and len(sections) > NUM_AXES:
             raise CheckpointError(f"{name}: {kind} are not supported: positions have {len(sections)} axes.")
         try:
-            arguments = self._record(_between_texts(inputs))
+            between = _between_texts(inputs)
+            arguments = self._record(between)
             self.encode(inputs)
+            if self.has_axes and "mm_token_type_ids" in between:
+                grids = {grid: between[grid] for grid in self.grid_names if grid in between}
+                self.positions(between["input_ids"][0].numpy(), between["mm_token_type_ids"][0].numpy(), grids)
         except Exception as error:  # model code may raise any exception
             raise CheckpointError(f"{name}: {kind} are not supported: {error}") from error
         more = {key for key, value in arguments.items() if value is not None and not _is_setting(value)} - _PLAIN
