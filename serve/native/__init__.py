@@ -1,1 +1,1 @@
-"""Endpoints of the native API."""
+"""Endpoints of the native API, which follow SGLang's, and of vLLM's and Vertex AI's APIs."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Load a LoRA adapter from a folder on the server's machine.
 
-    Answers when all ranks have loaded it. Answers 400, with the reason as `error_message`, if it could not be loaded.
+    Answers when all ranks have loaded the adapter, or with 400 and the reason in `error_message` if loading failed.
     """
     try:
         body = await read_as(http, LoadAdapterBody)
@@ -54,7 +54,7 @@ async def load_tensors(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(UnloadAdapterBody)
 async def unload(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Unload a LoRA adapter. Its requests finish; the answer waits for them for at most a minute."""
+    """Unload a LoRA adapter. Running requests with this adapter finish; the answer waits for them, at most a minute."""
     try:
         body = await read_as(http, UnloadAdapterBody)
         await core.adapters.unload(body.lora_name)
@@ -65,7 +65,10 @@ async def unload(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(LoadAdapterInPlaceBody)
 async def load_in_place(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Load a LoRA adapter from a folder on the server's machine, as in vLLM. `load_inplace` replaces an adapter."""
+    """Load a LoRA adapter from a folder on the server's machine, as in vLLM.
+
+    `load_inplace`: replace an adapter of the same name.
+    """
     body = await read_as(http, LoadAdapterInPlaceBody)
     await load_adapter(core, body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -73,7 +76,7 @@ async def load_in_place(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(UnloadAdapterBody)
 async def unload_named(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Unload a LoRA adapter, as in vLLM. Its requests finish."""
+    """Unload a LoRA adapter, as in vLLM. Running requests with this adapter finish."""
     body = await read_as(http, UnloadAdapterBody)
     await core.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

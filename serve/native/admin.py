@@ -52,7 +52,7 @@ class LoggingBody:
 
 @decodes(LoggingBody)
 async def configure_logging(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Turn the request log on or off, or change its level. Answers with the values that are in effect now."""
+    """Turn the request log on or off, or change its level. Answers with the resulting values."""
     body = await read_as(http, LoggingBody)
     before = core.request_log_level
     on = body.log_requests if body.log_requests is not None else before is not None
@@ -72,7 +72,10 @@ async def health(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer 200 if a request would be accepted now, else 503 with Retry-After. Has the estimated wait in seconds."""
+    """Answer 200 if a request would be accepted now, else 503 with Retry-After.
+
+    The body has the estimated wait in seconds.
+    """
     status = core.status()
     is_ready = status.state == "ready" and not status.hangs and status.queue_space > 0
     body = {
@@ -90,7 +93,7 @@ async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer 200 if the model generates a token in time, or if it is paused or too busy for this probe."""
+    """Generate one token as a probe. Answers 200 if this succeeds in time, or if the engine is paused or too busy."""
     if core.pause.paused or core.weights.released:
         return Response(status_code=200)
     is_embedding = core.plan.model.is_embedding
@@ -138,10 +141,10 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the whole plan, flattened, and the state of the engine, without secrets.
+    """Return the server's resolved settings as one flat object, and the state of the engine, without secrets.
 
-    With the query parameter `config_format` (json or text, as in vLLM), `vllm_config` has the parts that vLLM's clients
-    read.
+    If the query parameter `config_format` is set (json or text, as in vLLM), the answer also has `vllm_config`: the
+    parts of vLLM's configuration that its clients read.
     """
     info = info_of(core, serve.__version__)
     form = http.query_params.get("config_format")
@@ -175,9 +178,9 @@ async def server_load(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def freeze_collector(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Exclude all live objects from garbage collections, which makes collections shorter.
+    """Exclude all live objects from garbage collection, which makes collections shorter.
 
-    Call it once, when the server is warm. It affects the process of the scheduler.
+    Call it once, after warm-up. It affects the process of the scheduler.
     """
     gc.collect()
     gc.freeze()
@@ -193,10 +196,10 @@ async def flush_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(AbortBody)
 async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Abort the requests whose rid starts with the given one, or all requests. Answers 200 even if none matches.
+    """Abort the requests whose rid starts with the given rid, or all requests. Answers 200 even if none matches.
 
-    An admin can abort all clients' requests. The holder of a key can abort the requests of this key. Other clients must
-    give the complete rid, so that they cannot abort other clients' requests by guessing.
+    An admin can abort the requests of all clients. A client with an API key can abort the requests of this key. Clients
+    without a key must give the complete rid, so that they cannot abort the requests of others by guessing.
     """
     body = await read_as(http, AbortBody)
     if not body.abort_all and not body.rid:
@@ -216,7 +219,7 @@ async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(ProfileBody)
 async def start_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Profile the next steps: a Chrome trace of torch operations, and of CPU graph or GPU kernels."""
+    """Profile the next steps, and write a Chrome trace of torch operations and of CPU graph or GPU kernels."""
     has_body = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
     body = ProfileBody()
     if has_body:
@@ -226,12 +229,12 @@ async def start_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def stop_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """End the profile. Answers with the path of the trace on the server when the trace is written."""
+    """Stop profiling. Answers when the trace is written, with its path on the server."""
     return PlainTextResponse(f"Stop profiling. The profile is in {await core.stop_profile()}\n")
 
 
 async def start_expert_record(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Clear the record of experts, and record which experts the next steps use."""
+    """Clear the record of experts, and record which experts each of the next steps uses."""
     await core.start_expert_record()
     return PlainTextResponse("Start recording expert distribution.\n")
 

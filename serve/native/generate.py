@@ -49,7 +49,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)
-    # In a thread, because serializing long lists takes long.
+    # In a thread, because serializing long lists would block the event loop.
     if any(request.logprobs or request.returns_parts for request in requests):
         return await anyio.to_thread.run_sync(_response, answers, chunks, single)
     return _response(answers, chunks, single)
@@ -67,6 +67,6 @@ def _response(answers: GenerateAnswers, chunks: Sequence[Sequence[Chunk]], singl
             result["meta_info"]["hidden_states"] = as_fragment(result["meta_info"]["hidden_states"])
     if single:
         return json_response(results[0])
-    # One by one, because orjson holds the interpreter lock during each call, which delays all streams.
+    # Each answer is a separate call, because orjson holds the GIL during a call, which delays all streams.
     parts = [orjson.dumps(answer) for answer in results]
     return Response(b"[" + b",".join(parts) + b"]", media_type="application/json")

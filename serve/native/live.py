@@ -1,4 +1,4 @@
-"""`/live_state` (data for the page /live: queue, batch, pages, prefix tree, request times), and `/v1/loads`."""
+"""`/live_state`, the data of the page /live (queue, batch, KV cache, prefix tree, request times), and `/v1/loads`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return counts per replica and the times of requests.
 
     An admin sees every request and the shape of the prefix trees. With `?texts=true`, an admin also sees the first
-    tokens of each node as text; the answer has no other texts. The holder of a key sees the requests of this key. Other
-    clients see only counts. Times are in seconds before now, so later events have smaller values.
+    tokens of each node as text; the answer has no other texts. A client with an API key sees the requests of this key.
+    Other clients see only counts. `ago_s` has the age of each event in seconds.
     """
     client = CLIENT.get()
     timelines = core.timelines()

@@ -1,4 +1,4 @@
-"""SGLang's routes that pause generation, release memory, and slow steps down."""
+"""SGLang's routes to pause generation, release memory, and delay steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ async def resume_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(PauseBody)
 async def pause_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Pause between two steps: abort all requests, retract them (which frees their memory), or keep them in place."""
+    """Pause generation after the current step. All requests are aborted, retracted, or kept in place (`mode`).
+
+    Retracting a request frees its KV cache pages.
+    """
     body = await read_optional(http, PauseBody)
     await pause(core, mode_of(body.mode))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
@@ -44,7 +47,7 @@ async def pause_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(ContinueBody)
 async def continue_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Resume generation. Answers 400, and resumes, if an update left layers without all their tensors."""
+    """Resume generation. Answers 400, but resumes, if a weight update did not send all tensors of a layer."""
     await read_optional(http, ContinueBody)
     try:
         await resume(core)
@@ -55,7 +58,7 @@ async def continue_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(SlowDownBody)
 async def slow_down(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Wait this many seconds before each step, to test how clients behave. Null ends the delay."""
+    """Wait `forward_sleep_time` seconds before each step, to test how clients behave. Null ends the delay."""
     body = await read_optional(http, SlowDownBody)
     for scheduler in core.schedulers:
         scheduler.delay_s = body.forward_sleep_time or 0.0

@@ -46,9 +46,9 @@ async def parse_function_call(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(SeparateBody)
 async def separate_reasoning(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Split a text into the leading reasoning and the answer.
+    """Split a text into its leading reasoning and the answer.
 
-    The body may name the format of the reasoning. The default is the server's format.
+    The body may name the format of the reasoning; the default is the server's format.
     """
     return json_response(await read_body(http, partial(_separate, core)))
 

@@ -78,7 +78,7 @@ def _read_classify(core: EngineCore, raw: bytes) -> tuple[bool, list[Request]]:
 
 @decodes(RerankBody)
 async def rerank_list(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the documents, best first, as a list (SGLang's format)."""
+    """Return the documents as a list, best first (SGLang's format)."""
     body, _, ranked, _ = await _ranked(http, core)
     entries = []
     for each in ranked:
@@ -146,7 +146,7 @@ def _read_score(core: EngineCore, raw: bytes) -> tuple[ScoreBody, str, list[Requ
 def usage_of(answers: Answers) -> dict[str, int]:
     """Return the `usage` of the prompts.
 
-    Output tokens are not counted, because they are generated only for their log-probabilities.
+    Output tokens do not count, because they are generated only for their log-probabilities.
     """
     prompt = sum(chunk.usage.prompt for chunks in answers for chunk in chunks)
     return {"prompt_tokens": prompt, "total_tokens": prompt}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @decodes(OpenSessionBody)
 async def open_session(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Open a session, and answer with its id. Only the client that opened it can use it."""
+    """Open a session, and return its id. Only the client that opened a session can use it."""
     body = await read_as(http, OpenSessionBody)
     return json_response(core.sessions.open(body.capacity_of_str_len, body.session_id, CLIENT.get().name))
 

@@ -1,4 +1,4 @@
-"""Handlers for the storage backend of the KV cache: show, attach, detach and clear it while the server runs."""
+"""Handlers that show, attach, detach and clear the KV cache's storage backend while the server runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def show(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def attach(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Attach a storage backend.
 
-    A body that names a folder or a class is refused, unless it repeats the settings of the command line.
+    A body that names a folder or a class is refused, unless its settings are those of the command line.
     """
     body = await read_as(http, StorageBody)
     config = dict(body.hicache_storage_backend_extra_config or {})

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
 
 
-MIN_DETOKENIZED = 131_072  # a call with at most this many tokens is accepted even if the context is small
+MIN_DETOKENIZED = 131_072  # a call may have this many tokens even if the context is small
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +84,7 @@ def _tokenizer_info(core: EngineCore) -> dict[str, Any]:
 
 
 class _CountedChat(NamedTuple):
-    """A chat with media. Its tokens are counted after the media are loaded."""
+    """A chat with media, whose tokens can be counted only after the media are loaded."""
 
     prompt: CountedPrompt
     strings: bool
@@ -139,7 +139,7 @@ def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
 
 
 def _check_length(core: EngineCore, tokens: Any) -> None:
-    """Raise `InvalidRequest` if there are too many tokens, because decoding them would block the interpreter."""
+    """Raise `InvalidRequest` if there are so many tokens that decoding them would block the interpreter."""
     most = max(MIN_DETOKENIZED, MAX_CONTEXTS * core.plan.model.context_length)
     lists = tokens if isinstance(tokens, list) else []
     num_tokens = sum(len(each) if isinstance(each, list) else 1 for each in lists)

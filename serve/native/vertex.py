@@ -1,4 +1,4 @@
-"""Vertex AI's prediction route: instances and parameters in, predictions out."""
+"""Vertex AI's prediction route, which takes instances and parameters and returns predictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve.native.generate import ERROR_FORMAT
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-PREDICT_ROUTE = "/vertex_generate"  # default path, which an environment variable can change
+PREDICT_ROUTE = "/vertex_generate"  # default path; the environment variable AIP_PREDICT_ROUTE can change it
 PREDICT_VARIABLE, HEALTH_VARIABLE = "AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"
 PROMPTS = ("text", "input_ids", "input_embeds")
 

@@ -49,12 +49,12 @@ class InitBody:
 
 @dataclass(slots=True, kw_only=True)
 class UpdateInfo:
-    """The tensors that the trainer broadcasts, in order."""
+    """Names, dtypes and shapes of the tensors that the trainer broadcasts, in this order."""
 
     names: calls.Names
     dtype_names: Annotated[list[Annotated[str, Length(1, 64)]], Length(1, 100_000)]
     shapes: Annotated[list[list[int]], Length(1, 100_000)]
-    packed: bool = False  # whether tensors arrive packed in byte buffers
+    packed: bool = False  # whether the trainer sends several tensors in one byte buffer
     packed_buffer_size_bytes: Annotated[int, Range(1, MAX_PACKED_BYTES)] = 2**30
     packed_num_buffers: int = 2  # used only by the sender
     group_name: calls.Name = GROUP
@@ -92,7 +92,7 @@ class CheckerBody:
 
 
 async def world_size(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the number of ranks that join a group: tensor x pipeline parallel size, times the model's copies."""
+    """Return how many of this server's ranks join a group: tensor x pipeline parallel size x copies of the model."""
     parallel = core.plan.parallel
     copies = parallel.copies if flag(http, "include_dp", default=True) else 1
     return json_response({"world_size": parallel.ranks * copies})
@@ -100,7 +100,7 @@ async def world_size(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(InitBody)
 async def init_engine(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Join the trainer's process group. If this server is in a group of the same name, it leaves that group first."""
+    """Join the trainer's process group. The server first leaves an older group of the same name."""
     body = await read_as(http, InitBody)
     info = body.init_info
     backend = info.backend
@@ -120,7 +120,7 @@ async def init_engine(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(StartBody)
 async def start_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Begin a weight update. `/finish_weight_update` applies all its tensors together."""
+    """Begin a weight update. `/finish_weight_update` then applies all tensors received since this call."""
     await read_optional(http, StartBody)
     await core.weights.begin()
     return json_response({"message": "Weight update started"})
@@ -128,7 +128,7 @@ async def start_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(UpdateBody)
 async def update(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Receive tensors over the process group. Without a begun update, they are applied at once."""
+    """Receive tensors over the process group. If no update has begun, they are applied immediately."""
     body = await read_as(http, UpdateBody)
     info = body.update_info
     packing = "packed" if info.packed else "none"
@@ -144,7 +144,7 @@ async def update(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(FinishBody)
 async def finish_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Apply all tensors of the update. Answers 400 if a layer lacks tensors; the old weights then stay."""
+    """Apply all tensors of the update. Answers 400, and keeps the old weights, if a layer lacks tensors."""
     body = await read_optional(http, FinishBody)
     try:
         await core.weights.finish(version=body.weight_version)
@@ -160,7 +160,7 @@ async def weight_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(CheckerBody)
 async def checker(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return checksums of the weights, compare them with given ones, or fill the weights with random bytes."""
+    """Return checksums of the weights, compare them with `baseline`, or overwrite the weights with random bytes."""
     body = await read_as(http, CheckerBody)
     if body.action == "reset":
         await core.weights.check("reset_tensors")
@@ -175,7 +175,7 @@ async def checker(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def reset_prefix_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Empty the prefix cache. Running requests are computed again and continue."""
+    """Empty the prefix cache. Running requests continue after their KV cache is computed again."""
     await core.reset_cache()
     return json_response({"status": "reset", "success": True})
 
@@ -184,7 +184,7 @@ async def reset_prefix_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def pause_requests(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Pause: abort requests (`mode=abort`), let them finish first (`wait`), or keep them (`keep`)."""
+    """Pause generation: abort requests (`mode=abort`), let them finish first (`wait`), or keep them (`keep`)."""
     mode = http.query_params.get("mode", "wait" if flag(http, "wait_for_inflight_requests", default=False) else "abort")
     await pause(core, _mode(mode))
     if mode != "keep" and flag(http, "clear_cache", default=True):
@@ -216,13 +216,16 @@ async def sleep(http: HttpRequest, core: EngineCore) -> ASGIApp:
     try:
         await core.weights.release(tags_of(None), keep=level == "1")
     finally:
-        if not was_paused:  # from here on, requests wait because the memory is released
+        if not was_paused:  # requests still wait, because the memory is released
             await core.pause.end()
     return Response(status_code=200)
 
 
 async def wake_up(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Allocate released memory again: `tags=weights`, `tags=kv_cache`, or all. Requests resume when all is back."""
+    """Allocate released memory again: `tags=weights`, `tags=kv_cache`, or both without tags.
+
+    Requests resume when all memory is allocated.
+    """
     await core.weights.resume(tags_of(http.query_params.getlist("tags")))
     return Response(status_code=200)
 

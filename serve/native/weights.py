@@ -1,4 +1,4 @@
-"""SGLang's routes for weights: updates from disk, a trainer's process or the body; versions, reads and checks."""
+"""SGLang's routes for weights: update them from disk, from a trainer or from the body; label, read and check them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 async def update_from_disk(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Replace the weights with those of a checkpoint in a folder on the server's machine.
 
-    Answers when all ranks have the new weights. Answers 400, with the reason as `message`, if the weights could not be
-    replaced. The old weights then stay.
+    Answers when all ranks have the new weights. If the weights cannot be replaced, keeps the old weights, and answers
+    400 with the reason as `message`.
     """
     body = await read_as(http, calls.WeightsFromDiskBody)
     try:
@@ -33,7 +33,7 @@ async def update_from_disk(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.UpdateGroupBody)
 async def init_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Join a process group with a trainer, over which weights will arrive. Answers when all members have joined."""
+    """Join a trainer's process group, to receive weights. Answers when all members have joined."""
     body = await read_as(http, calls.UpdateGroupBody)
     return json_response(await calls.open_group(core, body))
 
@@ -47,7 +47,7 @@ async def destroy_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.SendGroupBody)
 async def init_send_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Wait for a new server that copies this server's weights. Answers when all its ranks have joined."""
+    """Wait for a new server that copies this server's weights. Answers when all ranks of the new server have joined."""
     body = await read_as(http, calls.SendGroupBody)
     return json_response(await calls.open_sending(core, body))
 
@@ -81,7 +81,10 @@ async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.WeightVersionBody)
 async def update_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Set the version label of the weights. Native answers, and chats and completions without `stream`, contain it."""
+    """Set the version label of the weights.
+
+    Native answers contain this label, and answers to chats and completions without `stream`.
+    """
     body = await read_as(http, calls.WeightVersionBody)
     return json_response(await calls.update_weight_version(core, body))
 
@@ -98,7 +101,7 @@ async def read(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.WeightsCheckerBody)
 async def check(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Take checksums of all weights (snapshot, checksum), compare them, or overwrite the weights (reset_tensors)."""
+    """Take checksums of all weights (snapshot, checksum), compare them with a snapshot, or overwrite the weights."""
     body = await read_as(http, calls.WeightsCheckerBody)
     answer = await calls.check_weights(core, body)
     return json_response(answer, 200 if answer["success"] else 400)

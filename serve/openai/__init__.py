@@ -1,1 +1,1 @@
-"""The endpoints under /v1 that clients of OpenAI's API call."""
+"""Endpoints of OpenAI's API, under /v1."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Task = Literal["transcribe", "translate"]
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
-FORM_BYTES = 65_536  # bytes of the form in addition to the file
+FORM_BYTES = 65_536  # maximum size of a form in addition to its file
 FIELDS = frozenset(
     {"file", "model", "language", "prompt", "response_format", "temperature", "timestamp_granularities[]", "stream",
      "chunking_strategy"}
@@ -29,7 +29,7 @@ FIELDS = frozenset(
 
 
 class _Form(NamedTuple):
-    """A decoded form."""
+    """A decoded form: the transcription request, the model's name and the response format."""
 
     request: Transcription
     model: str
@@ -149,7 +149,7 @@ def _vtt(segment: Segment) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the text on one line and without arrows, because these would end a cue or begin another."""
+    """Return the text on one line and without "-->": line breaks and arrows would end a subtitle cue."""
     return " ".join(text.split()).replace("-->", "->")
 
 

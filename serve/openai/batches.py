@@ -1,4 +1,4 @@
-"""`/v1/batches`: answer files of requests in the background."""
+"""`/v1/batches`: answer all requests of a file in the background."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_RUNNING = 16  # maximum number of running batches per client
 MAX_REMEMBERED = 1024
 MAX_LINES = 50_000
 MAX_OUTPUT_BYTES = 1024**3
-ROOM_BYTES = 16 * 1024**2  # bytes that a batch may write between two checks of the folder's free space
+ROOM_BYTES = 16 * 1024**2  # bytes of answers that a batch may write between two checks of the folder's free space
 MAX_KEY = 64  # maximum number of characters per metadata key
 MAX_LISTED = 100
 MAX_AT_ONCE = 32  # maximum number of running requests per batch, to leave capacity for other clients
@@ -63,7 +63,7 @@ class BatchBody:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One batch. `shown` is the API's object, without the request counts."""
+    """One batch. `shown` is the batch as the API's JSON object, without the request counts."""
 
     owner: str
     shown: dict[str, Any]
@@ -79,26 +79,29 @@ class Batch:
         return self.shown | {"request_counts": counts}
 
     def become(self, status: str) -> None:
-        """Set the status, and record the time at which it began."""
+        """Set the status, and record the current time as `STATUS_at`."""
         self.shown["status"] = status
         self.shown[f"{status}_at"] = int(time.time())
 
 
 class Limits(NamedTuple):
-    """Limits of a batch: the number of requests in progress at once, and the bytes per line."""
+    """Limits of a batch: the number of requests that run at the same time, and the bytes per line."""
 
     num_at_once: int
     line_bytes: int
 
 
 class BatchStore:
-    """The batches of this process, oldest first. Their files survive a restart; the batches do not."""
+    """The batches of this process, oldest first. A restart loses the batches, but not their files."""
 
     def __init__(self) -> None:
         self._batches: dict[str, Batch] = {}
 
     def add(self, batch: Batch) -> None:
-        """Add a batch. Raises `Overloaded` if too many batches of its client are running."""
+        """Add a batch, and forget the oldest ended batches if there are too many.
+
+        Raises `Overloaded` if too many batches of its client are running.
+        """
         running = [each for each in self._batches.values() if each.shown["status"] not in ENDED]
         if sum(each.owner == batch.owner for each in running) >= MAX_RUNNING:
             raise Overloaded(f"{MAX_RUNNING} of your batches are running.", retry_after_s=30)
@@ -184,7 +187,7 @@ async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def _run(batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[str, str], limits: Limits) -> None:
-    """Answer all lines. The batch's final status is set in any case."""
+    """Answer all lines, and set the batch's final status, also after an error or cancellation."""
     state = "failed"
     written: dict[str, FileObject] = {}
     try:
@@ -200,7 +203,7 @@ async def _run(batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[st
         state = "cancelled"
     except TimeoutError:
         state = "expired"
-    except Exception as error:  # an error, for example a full disk, fails only this batch
+    except Exception as error:  # an error, for example a full disk, must not affect other batches
         _fail(batch, error)
     finally:
         try:
@@ -277,7 +280,7 @@ def _fail(batch: Batch, error: Exception) -> None:
 
 
 def _keep(batch: Batch, files: FileStore, written: Mapping[str, FileObject]) -> None:
-    """Publish the files with answers, and delete empty files."""
+    """Make the files with answers visible in the API, and delete empty files."""
     for name, file in written.items():
         path = files.path(file.id)
         if path.is_file() and path.stat().st_size:

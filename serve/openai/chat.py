@@ -56,7 +56,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     answer = partial(_response, header, core.tokenizer, call.prepared, chunks)
     listed = call.body.logprobs or call.body.prompt_logprobs is not None or call.body.return_routed_experts
     if listed or call.prepared.parses:
-        # Long lists and texts would block the event loop.
+        # In a thread, because serializing long lists and texts would block the event loop.
         return await anyio.to_thread.run_sync(answer)
     return answer()
 

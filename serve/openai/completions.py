@@ -1,4 +1,4 @@
-"""The handler and the answer of `/v1/completions`, complete or streamed."""
+"""The handler of `/v1/completions`, and its answers, complete or streamed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Call:
     body: CompletionBody
     model: str
     requests: list[Request]
-    echoes: list[str] | None  # texts of the prompts if the answer repeats them, else None
+    echoes: list[str] | None  # texts of the prompts if the answer repeats them (`echo`), else None
 
 
 @decodes(CompletionBody)
@@ -164,9 +164,9 @@ def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
 
 
 def _fill_in_the_middle(core: EngineCore, body: CompletionBody, prompts: Sequence[str | list[int]]) -> list[str]:
-    """Return prompts in the model's fill-in-the-middle format.
+    """Return one fill-in-the-middle prompt per prompt, in the model's format.
 
-    Each asks for the text between one of the given prompts and the body's suffix.
+    The model completes it with the text between the original prompt and the body's suffix.
     """
     template = core.plan.tokenizer.middle
     if template is None and core.tokenizer is not None:
@@ -203,7 +203,7 @@ class CompletionAnswers:
     """Builds the answer of one call. Choices are numbered over all prompts: request_index * n + index.
 
     `echoes` are the texts of the prompts if the answer repeats them, else None. `top_logprobs` and `prompt_logprobs`
-    are the numbers of alternatives per token in the answer. None means that the answer has no log-probabilities.
+    are the numbers of alternatives per token for output and prompt, or None for an answer without log-probabilities.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class CompletionAnswers:
         return self._start + event_end(self._usage.total()) if self._options.include_usage else b""
 
     def _rest(self, request_index: int, number: int, chunk: Chunk, text: str) -> bytes:
-        """Return the JSON of a choice after its text."""
+        """Return the bytes of a choice's JSON after its text."""
         if chunk.finish is None and chunk.logprobs is None and not self._requests[request_index].returns_ids:
             return b',"logprobs":null,"finish_reason":null,"matched_stop":null}'
         finish = chunk.finish

@@ -40,8 +40,8 @@ ERROR_FORMAT = ErrorFormat(openai_body, {"text": "input", "input_ids": "input"})
 class EmbeddingBody:
     """The body of /v1/embeddings. `user` is accepted without effect.
 
-    `prompt_name` selects one of the checkpoint's prompts, which is put before each input. With `truncate`, inputs that
-    are too long are cut instead of refused.
+    `prompt_name` selects one of the checkpoint's prompts, which is put before each input. If `truncate` is true, inputs
+    that are too long are cut instead of refused.
     """
 
     input: Texts | Ids | None = None
@@ -56,7 +56,7 @@ class EmbeddingBody:
     add_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None  # vLLM's name of `truncate`; only -1
     embed_dtype: Literal["float32"] = (
-        "float32"  # this and the next three fields are vLLM's; only their default behaviour is supported
+        "float32"  # this field and the next three are vLLM's; only their default behaviour is supported
     )
     endianness: Literal["native", "little"] = "native"
     normalize: Literal[True] = True

@@ -1,4 +1,4 @@
-"""Files of `/v1/files` in one local folder. A JSON file describes each of them."""
+"""Storage of `/v1/files` in one local folder: for each file its content, and a JSON file that describes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("penstock.http")
 
 MAX_FILES = 4096
 MAX_FOLDER_BYTES = 8 * 1024**3
-# Content without a description is deleted at this age, in seconds. Younger content may still be being written.
+# Age in seconds at which content without a description is deleted. Younger content may belong to a running upload.
 ORPHAN_S = 48 * 3600
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
@@ -50,12 +50,12 @@ DISK_FULL = "The disk of the server's file storage is full; delete some files, o
 
 
 class FileStore:
-    """Files in a folder. Its methods block, so call them in threads. A client sees only the files of its own key."""
+    """Stores files in a folder. A client sees only the files of its own API key. Call the methods in threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._adding = Lock()  # held from the check of the free space to the end of the write
-        self._owners: dict[str, str] = {}  # file id -> owner, also of unfinished files without a description
+        self._owners: dict[str, str] = {}  # file id -> owner, including incomplete files
 
     @staticmethod
     def of(http: HttpRequest) -> FileStore:
@@ -65,17 +65,18 @@ class FileStore:
         return http.app.state.files
 
     def path(self, file_id: str) -> Path:
-        """Return the path of a file's content. Check `file_id` before, because it becomes part of the path."""
+        """Return the path of a file's content. The caller must check `file_id`, which becomes part of the path."""
         return self.folder / file_id
 
     def room(self, owner: str) -> int:
-        """Return the number of bytes that `owner` may still write. Raises `PayloadTooLarge` if there are none.
+        """Return the number of bytes that `owner` may still write. Raises `PayloadTooLarge` if the number is 0.
 
-        A client without a key may write as much as is free. A client with a key may own at most as much as is free.
-        One client can therefore fill half of the folder, and each of two clients a third.
+        A client without a key may write as many bytes as are free. The files of a client with a key may take at most
+        as many bytes as are free after the write. Therefore one client can fill half of the folder, and two clients a
+        third each.
 
         Every stored file counts, with or without a description. Old content without a description, which a killed
-        server left behind, is deleted.
+        server left, is deleted.
         """
         sizes: dict[str, int] = {}
         now = time.time()
@@ -98,7 +99,7 @@ class FileStore:
         if not owner:
             return free
         own = [size for file_id, size in sizes.items() if self._owner(file_id) == owner]
-        left = (free - sum(own)) // 2  # halved, because each written byte lowers `free` and raises the owner's sum
+        left = (free - sum(own)) // 2  # half, because each byte that the owner writes also reduces `free`
         if left <= 0 or len(own) >= MAX_FILES - len(sizes):
             raise PayloadTooLarge("Your share of the server's file storage is full; delete some of your files.")
         return left
@@ -129,7 +130,7 @@ class FileStore:
                 raise
 
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
-        """Return a new file object. The caller writes its content."""
+        """Return a new file object. The caller then writes the content to `path`, and calls `keep` or `discard`."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users may not read clients' files
         file_id = f"file-{uuid4().hex}"
         self._owners[file_id] = owner
@@ -148,7 +149,7 @@ class FileStore:
         try:
             file = replace(file, bytes=self.path(file.id).stat().st_size)
             unfinished.write_bytes(orjson.dumps(asdict(file)))
-            # Atomic: readers see the complete description or none.
+            # The replacement is atomic: a reader sees the complete description or no description.
             os.replace(unfinished, self._description(file.id))
         except BaseException:
             unfinished.unlink(missing_ok=True)

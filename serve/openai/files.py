@@ -1,4 +1,4 @@
-"""`/v1/files`: files for batches in one local folder (--file-storage-path)."""
+"""`/v1/files`: upload, list, read and delete the files of batches (--file-storage-path)."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ MAX_CONTENT_TYPE = 1024  # maximum number of characters
 
 MAX_BOUNDARY = 70  # maximum number of characters, as in RFC 2046
 MAX_PARTS = 16
-MAX_HEAD_BYTES = 8192  # limit on the head of each part
+MAX_HEAD_BYTES = 8192  # limit on the headers of each part
 
-# `; name=value` or `; name="value"`. Matched where the last match ended, so the time is linear.
+# Matches `; name=value` or `; name="value"`, each time at the end of the last match, so that the time is linear.
 _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]*))\s*', re.ASCII | re.DOTALL)
 
 
 class Uploads:
-    """The number of bytes of all running uploads, in total and by client.
+    """Counts and limits the bytes of all running uploads, in total and by client.
 
-    `client` is the name of the API key, or "" without a key. The uploads of one key may use half of the limit.
+    `client` is the name of the API key, or "" without a key. The uploads of one key may use half of the total limit.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class Uploads:
                 del self._of_client[client]
 
     def grow(self, body: bytearray, part: bytes, client: str) -> None:
-        """Extend the buffer.
+        """Append `part` to the buffer `body`.
 
-        Raises `PayloadTooLarge` if this upload is too large, and `Overloaded` if all running uploads together, or
-        those of this client, are too large.
+        Raises `PayloadTooLarge` if this upload is too large, and `Overloaded` if all running uploads, or all uploads
+        of this client, are too large together.
         """
         check_size(len(body) + len(part))
         if self.num_bytes + len(part) > MAX_ARRIVING_BYTES:
@@ -108,7 +108,7 @@ def _keep(store: FileStore, body: bytearray, boundary: bytes, owner: str) -> Fil
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Return the boundary of a form. Raises `InvalidRequest` for another content type or an invalid boundary."""
+    """Return the boundary of a multipart form. Raises `InvalidRequest` for other content types and bad boundaries."""
     media_type, _, _ = content_type[:MAX_CONTENT_TYPE].partition(";")
     if media_type.strip().lower() != "multipart/form-data":
         raise InvalidRequest("A file must be sent as multipart/form-data.", param="file")

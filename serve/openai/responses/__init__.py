@@ -1,1 +1,1 @@
-"""`/v1/responses`: bodies, items, answers, and the bounded store of earlier responses."""
+"""OpenAI's `/v1/responses`: bodies, items, answers, and a store of earlier responses with limited memory."""

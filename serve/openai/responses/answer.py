@@ -1,4 +1,4 @@
-"""The `response` object and its events, which are numbered and in the API's order."""
+"""Build the `response` object, and the stream of its numbered events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ABORTED = {"code": "server_error", "message": "The request was aborted."}
 
 
 class Response:
-    """One response, whose output is arriving. `head` has the fields that do not change."""
+    """One response, built from the chunks of its output. `head` has the fields that do not change."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Response:
         self._usage: Usage | None = None
 
     def feed(self, chunk: Chunk) -> list[tuple[PartEvent, list[dict[str, Any]]]]:
-        """Return the part events of a chunk, each with the log-probabilities of its text.
+        """Return the events of a chunk, each as (part event, log-probabilities of the event's text).
 
-        The list is empty for events without text.
+        The log-probabilities are an empty list for an event without text.
         """
         self._usage = chunk.usage
         self._finish = chunk.finish or self._finish
@@ -86,11 +86,11 @@ class Response:
 
     @property
     def summarizes(self) -> bool:
-        """Whether the request asked for a summary of the reasoning. The summary is then the complete reasoning."""
+        """Whether the request asks for a summary of the reasoning, which is then the complete reasoning."""
         return self._head["reasoning"]["summary"] is not None
 
     def _logprobs_of(self, chunk: Chunk, events: Sequence[PartEvent]) -> list[dict[str, Any]]:
-        """Return the log-probabilities of the answer's text. Reasoning and calls have none in this API."""
+        """Return the log-probabilities of a chunk's text, or [] if the chunk also has reasoning or calls."""
         if chunk.logprobs is None or self._tokenizer is None:
             return []
         if any(event.part.kind != "text" for event in events):
@@ -100,11 +100,11 @@ class Response:
     # --- as JSON ---
 
     def begun(self) -> dict[str, Any]:
-        """Return the response as JSON, before its first item."""
+        """Return the `response` object before its first item, with the status in_progress."""
         return self._object("in_progress", [], None)
 
     def ended(self, *, cancelled: bool = False) -> dict[str, Any]:
-        """Return the response as JSON, after its last item."""
+        """Return the `response` object after its last item, with the final status."""
         finish = self._finish or Finish("abort")
         if finish.kind == "abort":
             status = "cancelled" if cancelled else "failed"
@@ -123,7 +123,7 @@ class Response:
         return {**self._object(status, items, self._usage), **changes}
 
     def failed(self, failure: Failure) -> dict[str, Any]:
-        """Return the response as JSON, ended by an error."""
+        """Return the `response` object after an error, with the status failed."""
         code = "server_error" if failure.status >= 500 else "invalid_prompt"
         items = [{**self.item(part), "status": "incomplete"} for part in self.parts]
         error = {"code": code, "message": failure.message}
@@ -153,7 +153,7 @@ class Response:
         return {**self._head, "status": status, "output": output, "usage": counted}
 
     def item(self, part: Part, status: str = "completed", *, empty: bool = False) -> dict[str, Any]:
-        """Return a part as an output item."""
+        """Return a part as an output item. `empty`: without its text, for the event that opens the item."""
         common = {"id": self._ids[part.index], "status": status}
         content = [] if empty else [self.content(part)]
         match part.kind:
@@ -191,7 +191,7 @@ class Response:
 
 
 class ResponseEvents:
-    """Events of one streamed response (see serve.http.sse.Encoder). `keep` is called with the ended response."""
+    """Events of one streamed response (see serve.http.sse.Encoder). At the end, calls `keep(response object)`."""
 
     def __init__(self, response: Response, keep: Callable[[dict[str, Any]], None]) -> None:
         self._response = response
@@ -262,7 +262,7 @@ class ResponseEvents:
                     grown += self._event(kind, **location, summary_index=0, delta=text)
                 return grown
             case "call":
-                if self._response.is_custom(part):  # its input is known when the call is complete
+                if self._response.is_custom(part):  # the input of a custom tool is known only when the call is complete
                     return b""
                 return self._event("response.function_call_arguments.delta", **location, delta=text)
 
@@ -298,7 +298,7 @@ class ResponseEvents:
 
 
 def summary_of(part: Part) -> dict[str, Any]:
-    """Return the complete reasoning as the only part of its summary."""
+    """Return the complete reasoning in the format of a summary part."""
     return {"type": "summary_text", "text": part.text}
 
 

@@ -1,4 +1,4 @@
-"""Convert a body of /v1/responses to a prepared chat, and to the constant fields of the response."""
+"""Convert a body of /v1/responses to a prepared chat and the fields of the response that do not change."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ResponseCall:
     conversation: Sequence[Mapping[str, Any]]  # messages before the answer, without instructions
     num_bytes: int  # estimated memory of the call in bytes, which counts towards the store's limit
     custom_tools: frozenset[str] = frozenset()  # names of the tools whose input is free text
-    # Names by which the model calls functions of namespaces -> (namespace, name).
+    # Name by which the model calls a function of a namespace -> (namespace, name of the function).
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -60,7 +60,10 @@ def call_of(
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
 ) -> ResponseCall:
-    """Return the call for a body. Raises `InvalidRequest`, whose `param` is the invalid field."""
+    """Return the checked call of a body. `find_item` returns a stored item by its id.
+
+    Raises `InvalidRequest`, whose `param` is the invalid field.
+    """
     parts = _read_prompt(core, body, previous, find_item, "/v1/responses")
     chat = replace(
         parts.chat,
@@ -88,7 +91,7 @@ def input_prompt(
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
 ) -> CountedPrompt:
-    """Return the prompt of a body, to count its tokens.
+    """Return the prompt of a body, whose tokens are to be counted.
 
     Raises `InvalidRequest` for invalid fields like `call_of`, and for prompts that are many times longer than the
     context.
@@ -99,7 +102,7 @@ def input_prompt(
 
 
 class _PromptParts(NamedTuple):
-    """The prompt of a body, and what it was made from."""
+    """The chat of a body, and the model, items and tools from which the chat was made."""
 
     model: ServedModel
     items: Sequence[Item]
@@ -151,10 +154,10 @@ def _template_kwargs(body: InputBody) -> dict[str, Any]:
 
 
 def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) -> ChatRequest:
-    """Remove the oldest turns until the prompt and `num_output` more tokens fit into the context.
+    """Return the chat without its oldest turns, so that the prompt and `num_output` tokens fit into the context.
 
-    Returns the shortened chat. The first `num_kept` messages and the last turn are never removed. A turn begins with a
-    user message.
+    A turn begins with a user message. The first `num_kept` messages and the last turn are never removed, even if they
+    do not fit. Raises `InvalidRequest` if the chat has images.
     """
     messages = chat.messages
     if media_of(messages):
@@ -176,7 +179,7 @@ def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) 
 def _fits(core: EngineCore, chat: ChatRequest, max_tokens: int) -> bool:
     """Whether the prompt has at most `max_tokens` tokens.
 
-    For a prompt that is much too long, this is decided without joining or encoding its text.
+    A prompt that is much too long is recognized before its text is joined or encoded.
     """
     if core.tokenizer is None:
         return True

@@ -48,7 +48,7 @@ ERROR_FORMAT = ErrorFormat(
 
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """Stores a response if the request asks for it."""
+    """Stores the response of one call, if the body's `store` is true."""
 
     store: ResponseStore
     call: ResponseCall
@@ -70,7 +70,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     body = await read_body(http, partial(read_responses_body, core))
     previous = _previous(store, owner, body)
     make = partial(call_of, core, body, previous, partial(store.find_item, owner=owner))
-    # Use a thread for an earlier conversation or truncation, because these may take long.
+    # An earlier conversation or truncation may take long, so these calls are read in a thread.
     small = previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED
     call = await off_loop(make, small=small)
     response = Response(call.head, call.prepared, core.tokenizer, call.custom_tools, call.namespaces)

@@ -1,7 +1,7 @@
 """Convert input items to chat messages, and tools to functions.
 
-Clients copy some fields from answers. These add no information and are accepted without effect: `status`, `phase`, ids
-of items, `annotations` and `logprobs` of text, `caller` of calls (always the model).
+Fields that clients copy from answers are accepted without effect: `status`, `phase`, ids of items, `annotations` and
+`logprobs` of text, and `caller` of calls, which is always the model.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def input_items(value: str | Sequence[Item], find: Callable[[str], Item | None])
 
 
 def _complete(item: Item) -> Item:
-    """Return the item in the form that clients get back: with a type, an id, and its text as a content part."""
+    """Return the item as the API lists it: with a type, an id, and its text as a content part."""
     completed = {"type": "message", **item, "id": item.get("id") or f"item_{uuid4().hex}"}
     if completed["type"] == "message" and isinstance(completed.get("content"), str):
         text = {"text": completed["content"]}
@@ -131,10 +131,10 @@ def _complete(item: Item) -> Item:
 
 
 def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Message]:
-    """Convert items to messages. Adjacent reasoning, text and calls of the assistant become one message.
+    """Convert items to chat messages. Adjacent reasoning, text and calls of the assistant become one message.
 
-    Adds unknown keys of items to `noted` (see `decode`). Raises `InvalidRequest`, whose `param` is the path of the
-    invalid item.
+    If `noted` is set, unknown keys of items are added to it (see `decode`). Raises `InvalidRequest`, whose `param` is
+    the path of the invalid item.
     """
     messages: list[Message] = []
     for index, item in enumerate(items):
@@ -180,9 +180,9 @@ def _add_message(messages: list[Message], item: _MessageItem, path: str) -> None
 
 
 def _assistant(messages: list[Message], *, new: bool = False) -> Message:
-    """Return the assistant message at the end of `messages`. If there is none, append a new one.
+    """Return the last message if it is the assistant's. Otherwise append a new assistant message, and return it.
 
-    With `new`, also append one if the current message has text or calls.
+    `new`: also append a new message if the assistant's last message has text or calls.
     """
     last = messages[-1] if messages else None
     has_content = last is not None and (last.get("content") or last.get("tool_calls"))
@@ -192,7 +192,7 @@ def _assistant(messages: list[Message], *, new: bool = False) -> Message:
 
 
 def _content(content: str | _InputParts, path: str) -> str | list[dict[str, Any]]:
-    """Return the text. With images, return a list of parts."""
+    """Return the content as text, or as a list of parts if it has images."""
     texts = [content] if isinstance(content, str) else [part for part in content if not isinstance(part, _ImagePart)]
     if isinstance(content, str) or len(texts) == len(content):
         return content if isinstance(content, str) else _text([p for p in content if not isinstance(p, _ImagePart)])
@@ -217,9 +217,9 @@ def _text(content: str | _Parts) -> str:
 
 
 def tools_of(values: Sequence[Item], noted: Noted | None = None) -> list[Tool]:
-    """Decode the tools, and add their unknown keys to `noted` (see `decode`).
+    """Decode the tools, and add their unknown keys to `noted` (see `decode`). Web search is left out.
 
-    Raises `InvalidRequest` for tools that the server would have to run.
+    Raises `InvalidRequest` for other tools that the server would have to run.
     """
     tools: list[Tool] = []
     for index, tool in enumerate(values):
@@ -242,7 +242,7 @@ def tools_of(values: Sequence[Item], noted: Noted | None = None) -> list[Tool]:
 
 
 def is_search(tool: Item) -> bool:
-    """Whether the tool is OpenAI's web search. Codex always sends it; this server does not offer it to the model."""
+    """Whether the tool is OpenAI's web search, which Codex always sends. It is not offered to the model."""
     kind = tool.get("type")
     return isinstance(kind, str) and kind.startswith("web_search")
 

@@ -1,9 +1,9 @@
 """Bodies of /v1/responses and /v1/responses/input_tokens.
 
 Unknown fields of the body are refused. Unknown fields of nested objects are logged, or refused with
---refuse-unknown-fields. Accepted without effect: `user`, `safety_identifier` and `client_metadata` (nothing is
-reported), `prompt_cache_retention` (all prefixes are cached), `max_tool_calls` (this server does not run tools),
-`text.verbosity`, and values of `include` that this server never has.
+--refuse-unknown-fields. Accepted without effect: `user`, `safety_identifier` and `client_metadata` (this server sends
+no reports), `prompt_cache_retention` (all prefixes are cached), `max_tool_calls` (this server does not run tools),
+`text.verbosity`, and values of `include` that name data of tools that the server would run.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CustomTool:
     format: CustomFormat | None = None
 
     def as_function(self) -> FunctionTool:
-        """Return a function for the model to call instead. Its only parameter is `input`."""
+        """Return the function that the model calls in place of this tool. Its only parameter is the string `input`."""
         text: dict[str, Any] = {"type": "string", "description": "The tool's whole input, as text."}
         if self.format is not None and self.format.definition is not None:
             text["pattern"] = f"^(?:{self.format.definition})$"
@@ -112,7 +112,7 @@ class CustomTool:
 
 @dataclass(slots=True, kw_only=True)
 class NamespaceTool:
-    """Functions under a common name. A call names the namespace and the function."""
+    """A namespace: a named group of functions. A call item names the namespace and the function."""
 
     type: Literal["namespace"]
     name: Annotated[str, Length(1, 64)]
@@ -159,7 +159,7 @@ class ResponsesBody(InputBody):
     client_metadata: dict[str, Any] | None = None  # sent by Codex; without effect
     service_tier: Tier | None = None  # selects a priority (--service-tier-priorities)
     max_tool_calls: int | None = None
-    cache_salt: Salt | None = None  # the fields from here on are those of /v1/chat/completions
+    cache_salt: Salt | None = None  # this field and those below are also fields of /v1/chat/completions
     extra_key: Salt | None = None
     priority: Priority | None = None
     timeout_s: Timeout | None = None

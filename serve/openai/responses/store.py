@@ -1,4 +1,4 @@
-"""Stored responses that clients can continue. Memory is bounded: the oldest responses are removed first."""
+"""Store of responses that clients can continue. When it is full, the oldest responses are removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BYTES = 256 * 1024 * 1024
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response, and the data to continue it."""
+    """A response, and the conversation that a later request needs to continue it."""
 
     response: dict[str, Any]
     owner: str  # name of the client's API key; empty without a key
@@ -33,10 +33,10 @@ class StoredResponse:
         return self.response["id"]
 
     def measure(self) -> int:
-        """Return the approximate size in bytes, including the conversation before it.
+        """Return the approximate size in bytes, including the conversation before this response.
 
-        Messages that several stored responses share are counted in each of them, because any of these responses may be
-        the last that keeps them in memory.
+        A message that several stored responses share counts in each of them, because it stays in memory until the
+        last of these responses is removed.
         """
         return self.num_bytes_before + 2 * len(orjson.dumps(self.response["output"]))
 
@@ -101,7 +101,7 @@ class ResponseStore:
         return None
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Delete a response, and cancel it if it is running. Raises `NotFound`."""
+        """Delete a response, and cancel it if it is running. Raises `NotFound` if the client has no such response."""
         stored = self.get(response_id, owner)
         self._forget(response_id)
         if stored.task is not None:
