@@ -1,1 +1,1 @@
-"""HTTP code that all APIs share: reading requests and writing answers."""
+"""HTTP code common to all APIs: read requests and write answers."""

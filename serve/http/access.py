@@ -1,15 +1,15 @@
 """Access control: route scopes, API keys, browser origins, and caller data from headers.
 
 A route has one of three scopes. `PUBLIC` routes answer every client. `USER` routes require a key if keys are
-configured. `ADMIN` routes require an admin key. If no admin key is configured, they answer on loopback addresses only,
-to clients that may call user routes with `--api-key` or without a key. Keys are compared in constant time.
+configured. `ADMIN` routes require an admin key. If no admin key is configured, admin routes answer only local requests,
+and only if these have the key of `--api-key` or no key is configured. Keys are compared in constant time.
 
 A request is local if it comes straight from this machine: the server listens on a loopback address, `Host` names a
-loopback address, and no proxy has forwarded the request. Only local requests are trusted without an admin key.
+loopback address, and no header shows that a proxy has forwarded the request.
 
-A browser can send requests to this server from any page that it shows. Therefore a request without a key is refused if
-its `Origin` is neither this server's nor listed, if another site's page sent it without an `Origin`, or if `Host` is a
-foreign name that resolves to a loopback address.
+Any page in a browser can send requests to this server. Therefore a request without a key is refused if its `Origin` is
+neither this server nor in --cors-allow-origins, if it has no `Origin` but comes from a page of another site, or if
+`Host` is a foreign name that resolves to a loopback address.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from serve.calls.client import Client
 if TYPE_CHECKING:
     from runtime.config.plan import ObservePlan, ServePlan
 
-PREFILLED = "x-penstock-prefilled"  # header of a router: a prefill server computes the prompt
+PREFILLED = "x-penstock-prefilled"  # a router's header: a prefill server computes the prompt
 MAX_LABEL_CHARS = 128
 MAX_TRACE_CHARS = 512  # longer headers are ignored; W3C requires servers to propagate at least 512 characters
 
@@ -53,7 +53,7 @@ class RouteScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """A key. Only its digest is stored, so that all keys have the same length."""
+    """An API key. Only its digest is stored, so that comparisons do not depend on the key's length."""
 
     client: Client
     digest: bytes
@@ -86,7 +86,7 @@ class Access:
 
     @classmethod
     def of(cls, plan: ServePlan) -> Access:
-        """Return the access control of a plan. Raises `ConfigurationError` if the key file is invalid."""
+        """Return the access control of a server. Raises `ConfigurationError` if the key file is invalid."""
         keys = read_key_file(plan.api_key_file) if plan.api_key_file else []
         if plan.api_key:
             keys.append(AccessKey.of(USER_NAME, plan.api_key, is_admin=False))
@@ -101,7 +101,10 @@ class Access:
         )
 
     def admit(self, scope: Scope, route_scope: RouteScope) -> Client:
-        """Return the client of a request to a route of this scope. Raises `Unauthorized` or `Forbidden`."""
+        """Return the client of a request if it may call a route of this scope.
+
+        Otherwise raise `Unauthorized` (a key is missing or wrong) or `Forbidden`.
+        """
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
         if route_scope is RouteScope.PUBLIC:
             self._check_host(headers)
@@ -166,13 +169,16 @@ class Access:
             )
 
     def _is_own(self, origin: str, host: str) -> bool:
-        """Whether a page of this server sent the request. `_check_host` refuses foreign names for this machine."""
+        """Whether `origin` is this server, so that one of its own pages sent the request.
+
+        The comparison with `Host` is safe, because `_check_host` refuses foreign names for this machine.
+        """
         return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """On a loopback address, refuse a foreign name that resolves to this machine (DNS rebinding).
 
-        Browsers always send `Host`, so a request without `Host` does not come from a browser.
+        A request without `Host` is accepted, because browsers always send it.
         """
         host = _host_name(headers)
         if (
@@ -259,7 +265,10 @@ def _digest(key: bytes) -> bytes:
 
 
 def caller_of(headers: Mapping[str, str], plan: ObservePlan) -> Caller:
-    """Return the caller data from the headers. Labels that are not allowed, or are not strings, are dropped."""
+    """Return the caller data from the headers: labels, trace context, and whether a prefill server has the prompt.
+
+    Labels that are not allowed or are not strings are left out.
+    """
     trace = _trace(headers) if plan.trace_endpoint is not None else ()
     prefilled = PREFILLED in headers
     if not plan.request_labels:
@@ -282,10 +291,10 @@ def _trace(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 class OpenCalls:
-    """Counts the open calls of each client. A call is open from the request's head to the end of the answer.
+    """Limits the open calls of each client to `limit` (None: no limit).
 
-    A client is identified by its key, or by its address if it sends no key. Calls over `limit` are refused. None means
-    no limit.
+    A call is open from the arrival of its headers to the end of its answer. A client is identified by its key, or by
+    its address if it sends no key.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -294,7 +303,7 @@ class OpenCalls:
 
     @contextmanager
     def slot(self, client: Client, scope: Scope) -> Iterator[None]:
-        """Count one open call while the block runs. Raises `TooManyRequests` if the client has too many."""
+        """Count one open call while the block runs. Raises `TooManyRequests` if the client has reached the limit."""
         if self._limit is None:
             yield
             return

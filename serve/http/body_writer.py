@@ -1,4 +1,4 @@
-"""Write streamed bodies directly to the connection. The server adds the writer to the request's scope."""
+"""Write streamed bodies directly to the connection. The server puts the writer into the request's ASGI scope."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BODY_WRITER = "penstock.body_writer"  # key in the scope of every request
 class BodyWriter:
     """Writes parts of a streamed body directly to the connection, without ASGI's `send`, a coroutine call per part.
 
-    The scope belongs to uvicorn's request-response cycle and holds this object. Therefore the object refers to the
-    cycle weakly.
+    The reference to uvicorn's request-response cycle is weak, because the cycle has the scope, and the scope has this
+    object.
     """
 
     __slots__ = ("_cycle",)

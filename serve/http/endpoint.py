@@ -1,4 +1,4 @@
-"""Common parts of all routes: read the body, wait for the output, and convert errors to responses."""
+"""Code common to all routes: read the body, wait for the output, and convert errors to responses."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from serve.http.first_token import STREAMS, first_token_headers, note_streams
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-MAX_BODY_BYTES = "penstock.max_body_bytes"  # key in the scope of every request; the value is the limit of its route
-LARGE_BODIES = "penstock.large_bodies"  # key in the scope of every request; the value is the server's `LargeBodies`
+MAX_BODY_BYTES = "penstock.max_body_bytes"  # key in the ASGI scope of a request; the value is its route's limit
+LARGE_BODIES = "penstock.large_bodies"  # key in the ASGI scope of a request; the value is the server's `LargeBodies`
 MAX_LARGE_BYTES = 2**30  # memory for all large bodies that are being received or decoded
-LARGE_BYTES = 2**20  # smaller bodies are received even if large bodies fill their memory
-PLAIN_ID = re.compile(rb"[!-~]{1,128}")  # pattern of an x-request-id that the answer repeats
+LARGE_BYTES = 2**20  # bodies up to this size are received even if large bodies use all their memory
+PLAIN_ID = re.compile(rb"[!-~]{1,128}")  # matches an x-request-id that the answer may repeat
 CLIENT_GONE = 499  # status in the access log if the client disconnected
 
 logger = logging.getLogger("penstock.http")
@@ -53,7 +53,7 @@ BODIES: dict[Handler, tuple[type, ...]] = {}  # body classes that each handler d
 
 
 def decodes(*bodies: type) -> Callable[[Handler], Handler]:
-    """Declare the body class that a handler decodes, for OpenAPI. Several classes are alternatives."""
+    """Decorate a handler with the body class that it decodes, for OpenAPI. Several classes are alternatives."""
 
     def declare(handler: Handler) -> Handler:
         BODIES[handler] = bodies
@@ -65,7 +65,7 @@ def decodes(*bodies: type) -> Callable[[Handler], Handler]:
 class RouteSpec(NamedTuple):
     """One route: its handler, the clients that may call it (`scope`), and its error format.
 
-    `takes_ids`: prompts may be token ids, so bodies may be larger than with text. `takes_tensors`: bodies may contain
+    `takes_ids`: prompts may be token ids, which need larger bodies than text. `takes_tensors`: bodies may contain
     weights.
     """
 
@@ -79,7 +79,7 @@ class RouteSpec(NamedTuple):
 
 
 class ClientGoneError(Exception):
-    """The client disconnected before its answer was ready."""
+    """Raised if the client disconnected before its answer was ready."""
 
 
 class LargeBodies:
@@ -149,8 +149,8 @@ class Endpoint:
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except RequestError as refused:
-            # The traceback's frames refer to the body in a cycle. Without this line, only a garbage collection would
-            # free it.
+            # The traceback and its frames form a cycle that holds the body. This line frees the body without a garbage
+            # collection.
             refused.__traceback__ = refused.__context__ = None
             return self.error_format.response(refused)
         except Exception as error:  # an error must not affect other requests
@@ -195,10 +195,11 @@ async def read_body(
 ) -> T:
     """Return `decode(body)`. A large or slow body is decoded in a thread, so `decode` must have no side effects.
 
-    If a route's small bodies can also take long, it passes `inline_bytes` 0, and bodies are always decoded in a thread.
-    Raises the errors of `decode`; `InvalidRequest` unless the body is declared as JSON (or `any_type` is true);
-    `PayloadTooLarge` as soon as the announced or received size exceeds the limit; and `Overloaded` if large bodies take
-    too much memory.
+    `inline_bytes`: largest body that is decoded on the event loop; pass 0 if small bodies can also take long.
+
+    Raises the errors of `decode`; `InvalidRequest` if the body is not declared as JSON (any content type is accepted
+    with `any_type`) or is compressed; `PayloadTooLarge` as soon as the announced or received size exceeds the limit;
+    and `Overloaded` if large bodies take too much memory.
     """
     require_json(request, any_type=any_type)
     limit: int = request.scope[MAX_BODY_BYTES]
@@ -220,7 +221,7 @@ async def read_body(
 
 
 async def read_as(request: HttpRequest, body: type[T]) -> T:
-    """Return the body as an instance of a body class. Raises the errors of `read_body`, `parse_object` and `decode`."""
+    """Read the request's body, and decode it to a body class. Raises like `read_body`, `parse_object` and `decode`."""
     return await read_body(request, lambda raw: decode(body, parse_object(raw)))
 
 
@@ -232,9 +233,9 @@ async def read_call(
     inline_bytes: int = INLINE_BYTES,
     any_type: bool = False,
 ) -> T:
-    """Read the body of a call that the engine will compute, and return `read(core, body)`.
+    """Read the body of a call for the engine, and return `read(core, body)`.
 
-    Raises the errors of `read_body`, and `Overloaded` before reading the body if the queue is full.
+    Raises `Overloaded` before the body is read if the queue is full, and the errors of `read_body`.
     """
     core.check_queue_space()
     try:
@@ -250,11 +251,10 @@ def _too_large(limit: int) -> PayloadTooLarge:
 
 
 def require_json(request: HttpRequest, *, any_type: bool = False) -> None:
-    """Raise `InvalidRequest` unless the body is declared as uncompressed JSON.
+    """Raise `InvalidRequest` if the body is not declared as JSON, or is compressed.
 
-    With `any_type`, raise only if it is compressed. Browsers let pages of other sites send other content types without
-    a preflight request. Such requests have a foreign `Origin`, so `Access` also refuses them; this check is a second
-    barrier.
+    `any_type`: accept any content type. Browsers let pages of other sites send some other content types without a
+    preflight request. `Access` already refuses such requests by their `Origin`; this check is a second barrier.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not any_type:
@@ -309,7 +309,7 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def list_page(http: HttpRequest, items: Sequence[Mapping[str, Any]], *, limit: int, max_limit: int) -> Response:
-    """Return a page of a list in OpenAI's format. `items` are sorted newest first, and each has an `id`.
+    """Return one page of a list in OpenAI's format. `items` are sorted newest first, and each has an `id`.
 
     Query parameters: `order` (desc or asc), `after` (the id of the last item before the page), `limit` (items per
     page). Raises `InvalidRequest` for invalid parameters.

@@ -1,7 +1,7 @@
-"""Error responses: the information about an error that a client gets, and its JSON formats.
+"""Error responses: which information about an error a client gets, and in which JSON format.
 
 OPENAI  {"object": "error", "message", "type", "param", "code"}
-NATIVE  {"error": {"message", "type", "param", "code"}} for client errors; like OPENAI for server errors
+NATIVE  {"error": {"message", "type", "param", "code"}} for client errors; the OPENAI format for server errors
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Failure(NamedTuple):
 
 
 def describe(error: Exception) -> Failure:
-    """Return what the client is told. Unexpected errors are logged with their traceback, and their text is not sent."""
+    """Return the information about an error that the client gets.
+
+    An unexpected error is logged with its traceback, and the client gets a general message in place of its text.
+    """
     if isinstance(error, RequestError):
         headers = {413: {"connection": "close"}, 401: {"www-authenticate": "Bearer"}}.get(error.status)
         return Failure(error.status, error.kind, error.message, error.param, headers)
@@ -68,7 +71,7 @@ def describe(error: Exception) -> Failure:
 
 
 def openai_body(failure: Failure) -> dict[str, Any]:
-    """Return the two formats that OpenAI clients read: the fields at the top level, and again in `error`."""
+    """Return the fields both at the top level and in `error`, because OpenAI clients read one or the other."""
     fields = _fields(failure)
     return {**fields, "error": fields}
 
@@ -93,7 +96,8 @@ def _fields(failure: Failure) -> dict[str, Any]:
 class ErrorFormat:
     """How a route reports errors. `names` maps the engine's parameter names to the route's names.
 
-    `stream_event` encodes the error at the end of a started stream. Without it, the event is `{"error": {...}}`.
+    `stream_event` returns the event that ends a started stream with an error. If it is None, the event is
+    `{"error": {...}}`.
     """
 
     body: Callable[[Failure], dict[str, Any]]
@@ -131,5 +135,5 @@ OPENAI = ErrorFormat(openai_body)
 
 
 def refusal_response(path: str, error: RequestError) -> Response:
-    """Return the refusal of a client that must not call this path: OpenAI's format below /v1, else the native one."""
+    """Return the response to a client that may not call `path`: in OpenAI's format below /v1, else in the native."""
     return (OPENAI if path.startswith("/v1/") else NATIVE).response(error)

@@ -1,4 +1,4 @@
-"""Response headers with the predicted and the measured time to first token."""
+"""Response headers with the predicted and the measured time to first token, in milliseconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STREAMS: ContextVar[list[OutputStream] | None] = ContextVar("STREAMS", default=N
 
 
 def note_streams(streams: Iterable[OutputStream]) -> None:
-    """Add output streams to `STREAMS`, so that the response of the current call has their headers."""
+    """Add output streams to `STREAMS`, from which the headers of the current call's response are computed."""
     known = STREAMS.get()
     if known is not None:
         known += streams
@@ -24,8 +24,8 @@ def note_streams(streams: Iterable[OutputStream]) -> None:
 def first_token_headers(streams: Iterable[OutputStream]) -> list[tuple[bytes, bytes]]:
     """Return the headers with the time to first token in milliseconds, or none if no stream has a prediction.
 
-    A response of several streams reports the stream with the longest predicted time. The measured time is missing if
-    the first token has not arrived when the response begins.
+    For several streams, the headers are those of the stream with the longest predicted time. The measured time is left
+    out if the response begins before the first token arrives.
     """
     known = [each.times for each in streams if each.times is not None and each.times.predicted_first_token_s]
     if not known:

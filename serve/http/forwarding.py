@@ -1,4 +1,4 @@
-"""Parts of servers that forward requests to other servers: reading a body, and answering an error."""
+"""Functions for servers that forward requests to other servers: read a body, and answer with an error."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def error_body(kind: str, message: str) -> bytes:
 
 
 def too_large(kind: str) -> Response:
-    """Return the answer to a body that is too large."""
+    """Return the response (413) to a body that is too large."""
     return failure(kind, 413, f"The body has more than {MAX_BODY_BYTES} bytes.")

@@ -1,11 +1,11 @@
 """Streamed answers: a response that relays output streams through an encoder, usually as server-sent events.
 
-The first chunk, and chunks that arrive during a send, wake this response's task, which awaits ASGI's `send`. While the
-client keeps up, a chunk is written to the connection directly, in the detokenizer's callback. This needs no task and no
-coroutine per chunk. A stream begins with its first chunk, so an error before it still gets its own status.
+The first chunk, and chunks that arrive during a send, wake the response's task, which awaits ASGI's `send`. While the
+client reads fast enough, the detokenizer's callback writes each chunk directly to the connection, without waking a task
+or creating a coroutine. A response begins with its first chunk, so an earlier error is answered with its own status.
 
-The response class of sse-starlette is not used, because it costs several microseconds more per token. Only errors use
-the package's `ServerSentEvent` (`serve/http/errors.py`).
+This module does not use sse-starlette's response class, which costs several microseconds more per token. Only errors
+use that package, namely its `ServerSentEvent` (`serve/http/errors.py`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PING_S = 15.0
 PING = b": ping\n\n"  # a comment, which clients ignore
 
 DONE = b"data: [DONE]\n\n"
-MAX_UNREAD_BYTES = 512 * 1024  # limit on the unread output of a stream with a slow client; about 14,000 tokens
+MAX_UNREAD_BYTES = 512 * 1024  # limit on the output that a slow client has not read yet; about 14,000 tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The parts of an API's streams other than events: the content type, the end mark and pings."""
+    """The parts of a stream that are not events: the content type, the end mark and pings."""
 
     content_type: bytes = b"text/event-stream; charset=utf-8"
     done: bytes = DONE  # sent after the last event
@@ -60,7 +60,7 @@ class Encoder(Protocol):
     """Converts chunks to the events of one API. Each response has its own encoder, which may keep state."""
 
     def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
-        """Return the events for chunks of one of the response's requests. The result may be empty."""
+        """Return the events for new chunks of the request with this index. The result may be empty."""
         ...
 
     def closing(self) -> bytes:
@@ -110,7 +110,7 @@ class EventStream:
             await self._error_format.response(failure)(scope, receive, send)
 
     async def _ping_until_done(self, send: Send, tasks: tuple[asyncio.Task[Any], ...]) -> None:
-        """Send a comment in every long silence until one of the tasks ends, because proxies close silent streams."""
+        """Until a task ends, send a comment after each `ping_s` seconds of silence: proxies close silent streams."""
         wait_s = self._ping_s
         while True:
             ended, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -119,12 +119,12 @@ class EventStream:
             silence_s = time.monotonic() - self._last_write_s
             is_long = silence_s >= self._ping_s
             wait_s = self._ping_s if is_long else self._ping_s - silence_s
-            # A ping must not begin the stream, and must not wait for a write to a slow client.
+            # A ping is sent only after the stream has begun, and while no write waits for a slow client.
             if is_long and self._started and not self._num_writing and self._framing.ping:
                 await self._write(send, self._framing.ping)
 
     async def _relay_all(self, send: Send) -> Exception | None:
-        """Relay all chunks, and an error event if an error ends the stream. Returns the error."""
+        """Relay all chunks, and send an error event if an error ends a begun stream. Returns the error, or None."""
         failure = await self._relay(send)
         if failure is not None and self._started and not isinstance(failure, OSError):
             await self._write(send, self._error_format.event(failure) + self._framing.done, more=False)
@@ -162,7 +162,7 @@ class EventStream:
         return None
 
     def _push(self, index: int, chunk: Chunk) -> bool:
-        """Write a chunk's events directly. Return False if this is not possible now."""
+        """Write a chunk's events directly to the connection. Return False if the response's task must send them."""
         writer = self._writer
         if writer is None or not self._started or self._num_writing or not writer.ready:
             return False
@@ -174,7 +174,7 @@ class EventStream:
         return True
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Send complete events, so that events of several streams and pings do not mix."""
+        """Send `body`, which must be complete events, because other events and pings may be sent before and after."""
         if not self._started:
             await self._start(send)
         self._last_write_s = time.monotonic()

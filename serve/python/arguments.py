@@ -1,6 +1,6 @@
-"""Convert arguments of the Python API to bodies of the HTTP API, so that both use the same names and checks.
+"""Convert arguments of the Python API to bodies of the HTTP API, so that both APIs use the same names and checks.
 
-NumPy arrays and torch tensors are accepted wherever a list is.
+Every argument that may be a list may also be a NumPy array or a torch tensor.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 def generate_body(
     prompt: Prompt | Ids | None, sampling_params: Sampling | None, input_ids: Ids | None, options: Mapping[str, Any]
 ) -> GenerateBody:
-    """Convert the arguments to a body of the native API, and decode it with the checks of that API.
+    """Return the arguments as a body of `/generate`, decoded and checked as in the native API.
 
-    `options` may also name sampling parameters, which then apply to all prompts. Raises `InvalidRequest`, whose `param`
-    is the name of the argument.
+    `options` are fields of the body and sampling parameters, which apply to all prompts. Raises `InvalidRequest`, whose
+    `param` is the name of the argument.
     """
     fields, sampling = _divided(options)
     text: Any = prompt if prompt is None or isinstance(prompt, str) else as_json(prompt)
@@ -52,13 +52,13 @@ def generate_body(
 def divided(
     sampling_params: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts: the sampling parameters from both arguments, and the fields of a request body in `options`."""
+    """Return (sampling parameters, fields of a request body). `options` may have both kinds."""
     fields, sampling = _divided(options)
     return _merged(sampling_params, sampling, fields) or {}, fields
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide keywords into body fields and sampling parameters. Raises `InvalidRequest` for any other keyword."""
+    """Return the keywords as (body fields, sampling parameters). Raises `InvalidRequest` for unknown keywords."""
     fields: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
     for name, value in options.items():
@@ -82,9 +82,10 @@ def _known() -> tuple[str, ...]:
 
 
 def _merged(given: Sampling | None, keywords: dict[str, Any], fields: dict[str, Any]) -> Any:
-    """Merge sampling parameters given as an object or a list with those given as keywords.
+    """Return the sampling parameters of `given` (an object or a list), overridden by `keywords`.
 
-    Log-probability settings of a `SamplingParams` are added to `fields`, because they are fields of the body.
+    If `given` is a `SamplingParams`, its log-probability settings are added to `fields`, because they are fields of
+    the body.
     """
     if isinstance(given, SamplingParams):
         for name, value in given.body_fields().items():
@@ -97,7 +98,7 @@ def _merged(given: Sampling | None, keywords: dict[str, Any], fields: dict[str, 
 
 
 def _named(params: Any) -> Any:
-    """Rename the parameters to Penstock's names."""
+    """Return the sampling parameters under Penstock's names; a name of vLLM or OpenAI is replaced."""
     if not isinstance(params, Mapping):
         return params
     return {own_name(name) or name: value for name, value in params.items()}
@@ -110,7 +111,7 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def set_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None, converted to JSON types, except images, videos and audio."""
+    """Return the values that are not None, converted to JSON types. Media values are not converted."""
     return {name: value if name in MEDIA else as_json(value) for name, value in values.items() if value is not None}
 
 

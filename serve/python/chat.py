@@ -1,4 +1,4 @@
-"""Chat from Python. Keywords are the fields of /v1/chat/completions, and answers have the form of this route's answers.
+"""Chat from Python. Keywords and answers are those of /v1/chat/completions.
 
 An answer is a dict whose keys are also attributes: `answer.choices[0].message.content`.
 """
@@ -44,7 +44,7 @@ class Answer(Fields):
 
 
 async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> Answer:
-    """Return the complete answer.
+    """Answer a chat, and return the complete answer.
 
     If `response_format` is a pydantic model, the field `parsed` of each message is an instance of this model, or None
     if the output was truncated or calls tools. Raises `InvalidRequest`, whose `param` is the name of the keyword, and
@@ -66,7 +66,7 @@ async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any])
 
 
 async def chat_stream(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
-    """Yield the answer's chunks as the HTTP API streams them.
+    """Answer a chat, and yield the answer's chunks as the HTTP API streams them.
 
     Leaving the loop aborts the request and frees its memory.
     """

@@ -1,4 +1,4 @@
-"""Show one line in a notebook, in place of a traceback, when a call is interrupted."""
+"""Show one line instead of a traceback in a notebook when a call is interrupted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ABORTED = "The call was interrupted; its requests are aborted, and the engine go
 def briefly_interrupted(
     method: Callable[Params, Coroutine[Any, Any, Result]],
 ) -> Callable[Params, Coroutine[Any, Any, Result]]:
-    """Let IPython show one line if the call is cancelled, for example because the user interrupts its cell.
+    """Decorate a method so that IPython shows one line if the call is cancelled, for example by interrupting the cell.
 
-    The exception stays a `CancelledError`, so that asyncio and task groups work as usual.
+    The call still raises `CancelledError`, so that asyncio and task groups work as usual.
     """
 
     @functools.wraps(method)

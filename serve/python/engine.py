@@ -81,18 +81,17 @@ class Engine:
             async for piece in engine.stream("Once upon a time"):
                 print(piece["delta"], end="")
 
-    Keywords are the server's options, with underscores. Without `model_path`, the engine serves the embedded demo
-    model. Raises `ConfigurationError`, which lists every option that this machine cannot satisfy.
+    Keywords are the server's command-line options, with underscores. Without `model_path`, the engine serves the
+    embedded demo model. Raises `ConfigurationError`, which lists every option that this machine cannot satisfy.
 
     Cancelling a call, or leaving a stream's loop, frees the resources of its request. Use the engine on one event loop:
     calls from another loop raise `WrongEventLoop`. `aclose` ends everything that the engine started. An engine that is
     garbage-collected without `aclose` is ended with a warning.
 
-    On one device the engine computes in this process. Child processes only run compilers, if kernels must be built.
-    With `tp_size` or `pp_size` above 1, each further rank is a child process. Several ranks or replicas on one CPU
-    share its cores: unless OMP_NUM_THREADS is set, the engine permanently lowers torch's number of threads in this
-    process. It changes nothing else in the process: no signal handler, logging configuration, start method or event
-    loop policy.
+    On one device, the engine computes in this process, and starts child processes only to compile kernels. With
+    `tp_size` or `pp_size` above 1, each rank except the first is a child process. If several ranks or replicas share a
+    CPU and OMP_NUM_THREADS is not set, the engine permanently lowers torch's number of threads in this process. It
+    changes no other state of the process, such as signal handlers, logging, the start method or the event loop policy.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
@@ -104,7 +103,7 @@ class Engine:
 
     @classmethod
     def of(cls, args: Args) -> Self:
-        """Return an engine with options that are already parsed."""
+        """Return an engine with these parsed options."""
         engine = cls.__new__(cls)
         engine._init(args)
         return engine
@@ -135,7 +134,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         try:
             await self._task.start()
-        except ConfigurationError as error:  # drop the traceback, because the message says everything
+        except ConfigurationError as error:  # without its traceback, because the message is complete
             raise error.with_traceback(None) from None
         self._forgotten = finalize(self, _warn_and_end, self._task)
         self._forgotten.atexit = False
@@ -162,7 +161,10 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """The engine core, which HTTP handlers use. Raises `EngineClosed` before the start and after the end."""
+        """The engine core, to which HTTP handlers and this class submit requests.
+
+        Raises `EngineClosed` before the start and after the end.
+        """
         if self._life.core is None:
             raise EngineClosed(
                 "The engine is not running: use `async with Engine(...)`, or `await engine.start()`. In code without "
@@ -217,22 +219,22 @@ class Engine:
         on_token: OnToken | None = None,
         **options: Any,
     ) -> Any:
-        """Generate from one or several prompts. Returns a `Generated` for one output, and a list of them otherwise.
+        """Generate from one or several prompts. Returns a `Generated`, or a list of them for several outputs.
 
             answer = await engine.generate("Once upon a time", max_new_tokens=32, temperature=0)
             answers = await engine.generate(["One", "Two"], SamplingParams(max_new_tokens=32), progress=True)
             async for piece in engine.generate("Once upon a time", stream=True): print(piece.delta, end="")
 
-        A list of prompts, or n > 1, returns a list. A `Generated` is a dict with `text`, `output_ids` and `meta_info`,
-        as in the native HTTP API. Its keys are also attributes. A prompt is a text, or token ids as a list, array or
+        A `Generated` is a dict with `text`, `output_ids` and `meta_info`, as in the native HTTP API. Its keys are also
+        attributes. A list of prompts, or n > 1, returns a list. A prompt is a text, or token ids as a list, array or
         tensor.
 
         `options` are sampling parameters and fields of `/generate` (`return_logprob`, `rid`, ...). `progress` shows a
-        bar that counts finished prompts. `on_logits(ids, logits)` is called before each token is sampled, and the step
-        waits for it. It changes the logits (float32 [V]) in place, or returns new ones. `on_token(event)` is called
+        bar that counts finished prompts. `on_logits(ids, logits)` is called before each token is sampled; it changes
+        the logits (float32 [V]) in place, or returns new logits, and the step waits for it. `on_token(event)` is called
         with each `TokenEvent`. Raises `InvalidRequest`, whose `param` is the name of the argument.
         """
-        _ = self.core  # check now: a script may forget to await the coroutine, and would never see the error
+        _ = self.core  # check before the coroutine: a script that forgets to await it would never see the error
         if stream:
             if on_token is not None or progress:
                 raise InvalidRequest(
@@ -269,7 +271,7 @@ class Engine:
         return results[0] if single else results
 
     async def async_generate(self, *args: Any, **options: Any) -> Any:
-        """Generate as `generate` does, under the name that SGLang uses. With `stream=True`, return a stream."""
+        """Generate like `generate`, which SGLang calls `async_generate`. With `stream=True`, return a stream."""
         return await self.generate(*args, **options)
 
     async def stream(
@@ -310,10 +312,10 @@ class Engine:
     ) -> Generation:
         """Return a `Generation`: a prompt that can be continued, forked, rewound and scored step by step.
 
-        With `logprobs`, tokens carry their log-probabilities. With `heal`, the last token of the prompt is sampled
-        again, from the tokens whose text begins with its text. Use it when the prompt may end in the middle of a word.
-        `options` are sampling parameters and fields of a request, as in `generate`. Nothing is computed until the first
-        call. Raises `InvalidRequest` if the prompt is empty.
+        `logprobs`: tokens carry their log-probabilities. `heal`: sample the last token of the prompt again, from the
+        tokens whose text begins with its text; use it if the prompt may end in the middle of a word. `options` are
+        sampling parameters and fields of a request, as in `generate`. The first call of the `Generation` computes the
+        prompt. Raises `InvalidRequest` if the prompt is empty.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_json(prompt)
         sampling, fields = divided(sampling_params, options)
@@ -324,12 +326,15 @@ class Engine:
         return made
 
     def load(self, saved: Mapping[str, Any] | str | PathLike[str]) -> Generation:
-        """Load a generation from what `Generation.save` returned, or from the path of the file that it wrote."""
+        """Load a generation. `saved` is the result of `Generation.save`, or the path of the file that it wrote."""
         return Generation.load(self, saved if isinstance(saved, Mapping) else fspath(saved))
 
     @briefly_interrupted
     async def chat(self, messages: Messages, **options: Any) -> Answer:
-        """Answer messages, or one user message given as a string: `answer.choices[0].message.content`.
+        """Answer a chat. `messages` is a list of messages, or the text of one user message.
+
+            answer = await engine.chat("Where is the Louvre?")
+            answer.choices[0].message.content
 
             class City(pydantic.BaseModel): name: str; country: str
             answer = await engine.chat("Where is the Louvre?", response_format=City, max_tokens=64)
@@ -462,36 +467,37 @@ class Engine:
     # --- hooks ---
 
     def on_logits(self, function: OnLogits) -> Callable[[], None]:
-        """Call `function(ids, logits)` before each token of every request that begins from now on, also over HTTP.
+        """Call `function(ids, logits)` before each token of every later request, including HTTP requests.
 
-        It works like `on_logits` of `generate`. If a request has its own `on_logits`, that one is called afterwards. If
-        `function` raises, only the request whose logits it got ends, with an error. Returns a function that removes
-        this hook. Raises `InvalidRequest` if another hook is active.
+        `function` changes the logits as `on_logits` of `generate` does. If a request has its own `on_logits`, that
+        function is called after this one. If `function` raises, the request whose logits it got ends with an error;
+        other requests continue. Returns a function that removes this hook. Raises `InvalidRequest` if another hook is
+        active.
         """
         if not callable(function):
             raise InvalidRequest("on_logits must be a function of (ids, logits).", param="on_logits")
         return self.core.hook_logits(function)
 
     def on_token(self, function: OnToken) -> Callable[[], None]:
-        """Call `function` with each `TokenEvent` of all requests. Returns a function that removes it.
+        """Call `function` with each `TokenEvent` of all requests. Returns a function that removes this hook.
 
-        It runs on the event loop and must return quickly, because the tokens of all requests wait for it. If it raises,
-        it is not called again.
+        `function` runs on the event loop and must return quickly, because the tokens of all requests wait for it. If
+        it raises, it is removed.
         """
         return observe_tokens(self.core, function, None)
 
     def on_step(self, function: OnStep) -> Callable[[], None]:
-        """Call `function` with a `StepEvent` after each step. Returns a function that removes it.
+        """Call `function` with a `StepEvent` after each step. Returns a function that removes this hook.
 
-        It runs on the event loop and must return quickly, because the results of the next step wait for it. If it
-        raises, it is not called again. Raises `InvalidRequest` if another function or a live view is active.
+        `function` runs on the event loop and must return quickly, because the results of the next step wait for it. If
+        it raises, it is removed. Raises `InvalidRequest` if another function or a live view is active.
         """
         return observe_steps(self.core, function)
 
     # --- serving ---
 
     def serve(self, port: int = 0, *, host: str = "127.0.0.1") -> Any:
-        """Return an HTTP server for this engine, with all of Penstock's routes. It starts when awaited.
+        """Return an HTTP server for this engine, with all of Penstock's routes. Await the result to start the server.
 
             server = await engine.serve(port=8000)   # `await server.stop()` ends it
             async with engine.serve() as server: print(server.url)
@@ -499,7 +505,7 @@ class Engine:
         With `port` 0, the system chooses a free port. The result is an `HttpServer`, as from `serve.http_server`.
         Awaiting it raises `ConfigurationError` if the port cannot be used.
         """
-        return serve.http_server(self, host=host, port=port)  # a lazy import, because HTTP is a layer above this one
+        return serve.http_server(self, host=host, port=port)  # imported lazily: HTTP is a layer above this module
 
     # --- seeing ---
 
@@ -512,7 +518,7 @@ class Engine:
         return watch.engine_html(self._life.core, self._life.path)
 
     def watch(self, *, per_second: float = 2.0) -> watch.Watch:
-        """Return a live view for a notebook: steps, queue, pages, the latest requests, and why requests wait.
+        """Return a live view for a notebook: steps, queue, KV cache pages, latest requests, and why requests wait.
 
         The view ends with the engine, or when its `stop` is called. `per_second` is the highest rate of updates. Raises
         `InvalidRequest` while another view or `on_step` is active.
@@ -522,21 +528,21 @@ class Engine:
         return view
 
     def why_waiting(self, rid: str | None = None) -> list[str]:
-        """Return one line for each waiting request, or for the one named `rid`, which says what it waits for."""
+        """Return, for each waiting request or for the request `rid`, one line that says why the request waits."""
         return watch.why_waiting(self.core, rid)
 
     def prefix_tree(self) -> HtmlView:
-        """Return a view of the prefix tree: for each node, the number of its pages and of the requests that use it."""
+        """Return a view of the prefix tree: each node's number of pages, and the number of requests that use them."""
         return HtmlView(watch.tree_html(self.core))
 
     # --- management ---
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
-        """Abort the requests whose `rid` starts with this text, or all requests. Returns how many were aborted."""
+        """Abort the requests whose id starts with `rid`, or all requests. Returns the number of aborted requests."""
         return self.core.abort_all() if abort_all else self.core.abort_label(rid) if rid else 0
 
     def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str:
-        """Open a session that holds at most `capacity_of_str_len` tokens. Returns its id, for `session_params`."""
+        """Open a session of at most `capacity_of_str_len` tokens. Returns the id to pass in `session_params`."""
         return self.core.sessions.open(capacity_of_str_len, session_id)
 
     def close_session(self, session_id: str) -> None:
@@ -556,15 +562,15 @@ class Engine:
         await self.core.clear_storage()
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache and return True. While requests run, do nothing and return False."""
+        """Empty the prefix cache, and return True. If requests run or wait, do nothing, and return False."""
         return self.core.flush_cache()
 
     async def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
         """Replace the weights with those of another checkpoint of the same model. Requests continue meanwhile.
 
         `options` are the fields of `/update_weights_from_disk`: `load_format`, `flush_cache`, `abort_all_requests`,
-        `weight_version`. Returns the answer of this route. Raises `InvalidRequest` or `CheckpointError` if the weights
-        could not be replaced. The old weights then stay.
+        `weight_version`. Returns the answer of this route. If the weights cannot be replaced, keeps the old weights,
+        and raises `InvalidRequest` or `CheckpointError`.
         """
         body = decode(WeightsFromDiskBody, {"model_path": model_path, **options})
         return Fields(await update_weights_from_disk(self.core, body))
@@ -578,8 +584,8 @@ class Engine:
     ) -> dict[str, Any]:
         """Replace weights with tensors of this process: a dict, or pairs, of checkpoint names and tensors.
 
-        Requests continue. The tensors may be only a part of the model's. Raises `CheckpointError` if they do not fit;
-        the old weights then stay. Returns the answer of `/update_weights_from_tensor`.
+        Requests continue. The tensors may be a part of the model's tensors. If one does not fit, keeps the old weights,
+        and raises `CheckpointError`. Returns the answer of `/update_weights_from_tensor`.
         """
         return await update_weights_from_tensors(self.core, named_tensors, flush_cache, weight_version)
 
@@ -592,9 +598,9 @@ class Engine:
             async with engine.updating(weight_version="step-7") as update:
                 await update.load(model.named_parameters())
 
-        `load` may be called several times. Requests use the old weights until the block ends, and then the new ones.
+        `load` may be called several times. Requests use the old weights until the block ends, and then the new weights.
         Every tensor of the model must be loaded, unless `partial` is true. Raises `CheckpointError` if a tensor is
-        missing or does not fit. After any error, also one raised in the block, the old weights stay.
+        missing or does not fit. After any error, including an exception in the block, the old weights stay.
         """
         weights = self.core.weights
         await weights.begin()
@@ -629,14 +635,14 @@ class Engine:
         return await read_weight(self.core, decode(ReadWeightBody, {"name": name, "truncate_size": truncate_size}))
 
     async def weights_checker(self, action: str) -> dict[str, Any]:
-        """Run an action on weights: "snapshot", "compare", "checksum" or "reset_tensors" (see `/weights_checker`)."""
+        """Run "snapshot", "compare", "checksum" or "reset_tensors" on the weights, as `/weights_checker` does."""
         return await check_weights(self.core, decode(WeightsCheckerBody, {"action": action}))
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None, *, keep: bool = True) -> None:
-        """Give memory back to the system: "weights", "kv_cache", or both by default.
+        """Give memory back to the system: `tags` may contain "weights" and "kv_cache"; None means both.
 
-        Requests wait until `resume_memory_occupation` has allocated the memory again. With `keep=False`, the weights
-        are discarded and must be loaded again.
+        Requests wait until `resume_memory_occupation` has allocated the memory again. If `keep` is false, the weights
+        are discarded, and the caller must load them again.
         """
         await self.core.weights.release(tags_of(tags), keep=keep)
 
@@ -647,8 +653,8 @@ class Engine:
     async def pause_generation(self, mode: str = "abort") -> None:
         """Pause generation between two steps.
 
-        `mode` says what happens to requests: "abort" ends them, "wait" lets them finish first, "retract" moves them
-        back to the queue, and "in_place" keeps them where they are. Raises `InvalidRequest` for another mode.
+        `mode` "abort" ends all requests, "wait" lets them finish first, "retract" moves running requests back to the
+        queue and frees their pages, and "in_place" keeps requests and pages. Raises `InvalidRequest` for another mode.
         """
         if mode not in ("abort", "wait", "retract", "in_place"):
             raise InvalidRequest("mode must be abort, wait, retract or in_place.", param="mode")
@@ -701,7 +707,7 @@ class Engine:
         return str(await self.core.stop_profile())
 
     async def start_expert_distribution_record(self) -> None:
-        """Record which experts the next steps use. Needs `expert_distribution_recorder_mode`."""
+        """Record which experts each of the next steps uses. Requires `expert_distribution_recorder_mode`."""
         await self.core.start_expert_record()
 
     async def stop_expert_distribution_record(self) -> None:
@@ -709,10 +715,10 @@ class Engine:
         await self.core.stop_expert_record()
 
     async def dump_expert_distribution_record(self) -> list[dict[str, Any]]:
-        """Write the record to files, clear it, and return one summary per file.
+        """Write the record of experts to files, clear it, and return one summary per file.
 
-        A summary has "path", "num_steps", "average_utilization_rate", and "logical_count", which maps the number of
-        each layer to the token count of each expert.
+        A summary has "path", "num_steps", "average_utilization_rate", and "logical_count", which maps a layer's number
+        to the list of its experts' token counts.
         """
         return await self.core.dump_expert_record()
 
@@ -729,18 +735,18 @@ class Engine:
         return self.tokenizer
 
     def get_server_info(self) -> Fields:
-        """Return the whole plan and the state of the engine, as the route `/get_server_info` does."""
+        """Return the resolved settings and the state of the engine, as the route `/get_server_info` does."""
         return Fields(info_of(self.core, serve.__version__))
 
     def status(self) -> Status:
         """Return the current counts of requests, pages and tokens, and the chosen `kernels`.
 
-        `print` shows the most important counts. Each count is an attribute, for example `num_running`.
+        Each count is an attribute, for example `num_running`. Printing the result shows the most important counts.
         """
         return self.core.status()
 
     def metrics(self) -> str:
-        """Return the metrics in Prometheus's text format. Raises `NotFound` without `enable_metrics=True`."""
+        """Return the metrics in Prometheus's text format. Raises `NotFound` unless `enable_metrics` is true."""
         return exposition(self.core).decode()
 
 
@@ -751,7 +757,10 @@ class WeightUpdate:
         self._weights = weights
 
     async def load(self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> None:
-        """Stage these tensors, named as in the checkpoint. Raises `CheckpointError`, which cancels the whole update."""
+        """Stage tensors, under their names in the checkpoint. If a tensor does not fit, raises `CheckpointError`.
+
+        An error that leaves the block of `Engine.updating` cancels the whole update.
+        """
         await self._weights.update_from_tensors(dict(named_tensors), flush=True)
 
 
@@ -781,6 +790,6 @@ class ForgottenEngine(UserWarning):
 def _warn_and_end(task: BackgroundTask) -> None:
     """End an engine that was garbage-collected without `aclose`."""
     if task.running:
-        # Not a ResourceWarning, because Python hides those by default.
+        # Python hides ResourceWarning by default, so this warning has its own class.
         warnings.warn("An Engine was deleted without `aclose`; it is ended now.", ForgottenEngine, stacklevel=2)
         task.abandon()

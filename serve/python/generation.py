@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Method = Literal["sum", "token_length_normalized", "greedy", "unconditional_likelihood_normalized"]
-WARM_S = 60.0  # longest time for which a tool call keeps its generation's pages most recently used
-TOUCH_S = 0.25  # interval between two refreshes of these pages' last use
+WARM_S = 60.0  # seconds for which a tool call keeps its generation's pages recently used
+TOUCH_S = 0.25  # seconds between two updates of these pages' last use
 SEED_STEP = 1_000_003
 FORMAT = "penstock-generation-1"
 
 
 class Token(NamedTuple):
-    """A token of an output. `text` is the text that it adds; it may be empty in the middle of a character.
+    """A token of an output. `text` is the text that it adds, or "" if the token ends within a character.
 
-    `logprob` is its log-probability, or None unless the generation was opened with `logprobs=True`.
+    `logprob` is its log-probability, or None if the generation was opened without `logprobs=True`.
     """
 
     id: int
@@ -45,7 +45,7 @@ class Token(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The log-probability of a text after a generation. `logprob` is the sum over its `tokens`."""
+    """The log-probability of a text as the continuation of a generation. `logprob` is the sum over `tokens`."""
 
     logprob: float
     tokens: list[Token]
@@ -98,11 +98,11 @@ class Generation:
         g.append(" The end.")
         await g.select(["yes", "no"])      # appends the likelier text
 
-    The keys and values of its tokens stay in the prefix cache as long as there is room, so each call computes only new
-    tokens and the rest of the last page. Evicted pages are computed again; the results do not change.
+    The prefix cache keeps the keys and values of the tokens while it has space, so each call computes only new tokens
+    and the tokens of the last, incomplete page. If pages were evicted, they are computed again, with equal results.
 
-    Greedy output equals that of one single request. With a `seed`, each call derives its seed from this seed and the
-    number of tokens so far, and forks sample different tokens.
+    Several greedy calls give the same tokens as one request. With a `seed`, each call derives its seed from `seed` and
+    the number of tokens so far; forks use different seeds.
 
     `ids` are all tokens. `text` is the text after the prompt. `finish` is the reason why the last call ended (None
     before the first call). Only one call may run at a time: a second one raises `InvalidRequest`. Cancelling a call
@@ -125,14 +125,14 @@ class Generation:
         self.sampling: dict[str, Any] = dict(sampling)
         self.options: dict[str, Any] = dict(options)  # further fields of the request, for example `lora_path`
         self.logprobs = logprobs
-        self.on_logits: OnLogits | None = None  # changes the logits of every further token; see `Engine.generate`
+        self.on_logits: OnLogits | None = None  # called before each further token; see `Engine.generate`
         self.finish: Finish | None = None
         self.num_cached = 0  # prompt tokens of the last call that came from the prefix cache
         self._logprobs: dict[int, float] = {}  # index into `ids` -> log-probability of this generated token, if known
         self._heals = heal
         self._branch = 0  # distinguishes the seeds of forks
         self._busy = False
-        self._turn = 0  # number of calls; a loop over tokens uses it to detect other calls
+        self._turn = 0  # number of calls so far, with which a loop over tokens detects other calls
 
     # --- what is known ---
 
@@ -190,8 +190,8 @@ class Generation:
     async def tokens(self, max_new_tokens: int | None = None, **sampling: Any) -> AsyncGenerator[Token, None]:
         """Yield further tokens, and append each token to `ids` when it is yielded.
 
-        `sampling` applies to this call only. Leaving the loop aborts the request and discards tokens that were not
-        yielded.
+        `sampling` overrides the generation's sampling parameters for this call. Leaving the loop aborts the request and
+        discards tokens that were not yielded.
         """
         with _Busy(self) as busy:
             if (healed := await self._heal()) is not None:
@@ -256,8 +256,9 @@ class Generation:
     async def _heal(self) -> Token | None:
         """Sample the last token of the prompt again, from the tokens whose text begins with its text.
 
-        The prompt's text may end in the middle of a word, so its last token may be one that the model would not choose.
-        Returns the new token, with the text that it adds to the old one, or None if there is nothing to heal.
+        If the prompt's text ends in the middle of a word, its last token may be one that the model would not choose.
+        Returns the new token, with the text that it adds to the old token, or None if the last token is not sampled
+        again.
         """
         if not self._heals or not self.ids or len(self.ids) < 2:
             return None
@@ -282,7 +283,7 @@ class Generation:
     # --- changing ---
 
     def fork(self, n: int = 1) -> list[Generation]:
-        """Return `n` independent copies, which share the pages of the tokens so far."""
+        """Return `n` independent copies, which share the KV cache pages of the tokens so far."""
         if n < 1:
             raise InvalidRequest(f"fork makes at least one copy, not {n}.", param="n")
         forks = []
@@ -297,7 +298,7 @@ class Generation:
         return forks
 
     def rewind(self, n: int) -> None:
-        """Remove the last `n` tokens. Raises `InvalidRequest` unless at least one token remains."""
+        """Remove the last `n` tokens. Raises `InvalidRequest` if no token would remain."""
         if not 0 <= n < len(self.ids):
             raise InvalidRequest(f"rewind takes back 0 to {len(self.ids) - 1} tokens here, not {n}.", param="n")
         self._check_idle()
@@ -319,7 +320,7 @@ class Generation:
     async def select(
         self, choices: Sequence[str], *, method: Method = "token_length_normalized", append: bool = True
     ) -> Choice:
-        """Return the likeliest of several texts as the continuation, and append it unless `append` is False.
+        """Return the text in `choices` that is the likeliest continuation, and append it unless `append` is False.
 
         `method` chooses the score of a text: "sum", the sum of its tokens' log-probabilities;
         "token_length_normalized", their average; "greedy", the text that greedy decoding restricted to the choices
@@ -367,9 +368,9 @@ class Generation:
         return Score(sum(logprobs), tokens)
 
     async def _scores(self, context: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probabilities of each text's tokens after the context.
+        """Return, for each text, the log-probabilities of its tokens after the context.
 
-        Without a context, the first token has no prediction and no value in the result.
+        If the context is empty, the first token of each text has no log-probability and is left out.
         """
         start = max(0, len(context) - 1)
         body = generate_body(
@@ -396,10 +397,10 @@ class Generation:
     # --- keeping ---
 
     async def tool(self, call: Awaitable[Result], *, warm_s: float = WARM_S) -> Result:
-        """Await `call`, for example a tool that the model asked for, and meanwhile keep this generation's pages cached.
+        """Await `call`, for example a tool call, and keep this generation's KV cache pages in the cache meanwhile.
 
-        The pages count as recently used: for up to `warm_s` seconds, other requests evict older pages first. The pages
-        are not locked: they are evicted if requests need all memory.
+        For up to `warm_s` seconds, the pages count as recently used, so that pages of others are evicted first. They
+        are still evicted if requests need all memory.
         """
 
         async def touch() -> None:
@@ -484,14 +485,14 @@ class Generation:
         return request
 
     def _check_idle(self) -> None:
-        """Begin a call or change. Raises `InvalidRequest` while another call runs."""
+        """Register the begin of a call or change. Raises `InvalidRequest` if another call is running."""
         if self._busy:
             raise InvalidRequest("This generation is being continued by another call; fork it to do both.")
         self._turn += 1
 
 
 class _Held:
-    """Holds back tokens whose text may be part of a stop string, just as the engine holds back their text."""
+    """Delays tokens until the engine has delivered their text, because their text may be part of a stop string."""
 
     def __init__(self, text_of: Callable[[list[int]], str], request: Request) -> None:
         self._text_of = text_of
@@ -500,7 +501,7 @@ class _Held:
         self._num_free = 0  # number of characters of the held tokens whose text the engine has delivered
 
     def after(self, chunk: Chunk) -> Iterator[Token]:
-        """Yield the tokens whose text has been delivered, including this chunk."""
+        """Add a chunk, and yield the tokens whose text has now been delivered."""
         logprobs = chunk.logprobs.chosen if chunk.logprobs is not None else ()
         for place, token_id in enumerate(_without_stop(chunk, self._request)):
             logprob = logprobs[place][0] if logprobs else None
@@ -516,15 +517,15 @@ class _Held:
 
     @property
     def rest(self) -> str:
-        """The delivered part of the text of the token in which a stop string begins."""
+        """The text before the stop string of the token in which the stop string begins."""
         return self._tokens[0].text[: self._num_free] if self._tokens else ""
 
 
 class _Busy:
     """Context manager that marks a generation as busy while a call runs.
 
-    A loop over tokens is not busy while the caller handles a token: the caller may have left the loop, and Python
-    closes the iterator only later. If another call used the generation meanwhile, the loop cannot continue.
+    While the caller handles a token of a loop, the generation is not busy: the caller may have left the loop, and
+    Python may close the iterator much later. If another call uses the generation meanwhile, the loop cannot continue.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -542,7 +543,7 @@ class _Busy:
             self._generation._busy = False
 
     def paused(self, token: Token) -> Token:
-        """Allow other calls while the caller handles this token."""
+        """Return `token`, and allow other calls while the caller handles it."""
         self._generation._busy = False
         return token
 
@@ -554,7 +555,7 @@ class _Busy:
 
 
 def _without_stop(chunk: Chunk, request: Request) -> list[int]:
-    """Return the new token ids, without the stop token that ended the text."""
+    """Return the chunk's token ids, without the stop token that ended the text, if any."""
     matched = None if chunk.finish is None else chunk.finish.matched
     if isinstance(matched, int) and chunk.ids and chunk.ids[-1] == matched and not request.sampling.no_stop_trim:
         return chunk.ids[:-1]

@@ -1,4 +1,4 @@
-"""Call the user's functions with logits, with tokens, and after steps."""
+"""Hooks: call the user's functions with logits, with new tokens, and after steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OnLogits = Callable[[list[int], Any], Any]  # (ids of prompt and output, logits 
 
 
 class TokenEvent(NamedTuple):
-    """New tokens of one output. Tokens that arrive together are in one event.
+    """New tokens of one output. One event has all tokens that arrive together.
 
-    `rid` is the name of the request, and `index` the number of the output among its choices. `ids` and `text` are the
-    new tokens and their text. `finish_reason` is "stop", "length" or "abort", or None before the end.
+    `rid` is the id of the request, and `index` the number of the output among the request's choices. `ids` and `text`
+    are the new tokens and their text. `finish_reason` is "stop", "length" or "abort", or None before the end.
     """
 
     rid: str
@@ -38,9 +38,9 @@ class TokenEvent(NamedTuple):
 class StepEvent(NamedTuple):
     """One step of the model.
 
-    `num_rows` is the number of sequences in the step, `num_prompt_tokens` the number of prompt tokens that it computed,
-    and `num_new_tokens` the number of output tokens that it produced. `seconds` is the duration of the step, from its
-    launch or from the end of the previous step, whichever is later.
+    `num_rows` is the number of sequences in the step, `num_prompt_tokens` the number of prompt tokens that the step
+    computed, and `num_new_tokens` the number of output tokens that it produced. `seconds` is its duration, measured
+    from its launch or from the end of the previous step, whichever is later.
     """
 
     number: int
@@ -55,9 +55,9 @@ OnStep = Callable[[StepEvent], object]
 
 
 def with_hook(requests: Sequence[Request], on_logits: OnLogits | None) -> Sequence[Request]:
-    """Return the requests with `on_logits` attached.
+    """Return the requests with `on_logits` attached, or unchanged if `on_logits` is None.
 
-    Raises `InvalidRequest` if it is not callable, or if a request has a custom logit processor.
+    Raises `InvalidRequest` if `on_logits` is not callable, or if a request has a custom logit processor.
     """
     if on_logits is None:
         return requests
@@ -94,7 +94,10 @@ class _TokenObserver:
 
 
 def observe_tokens(core: EngineCore, function: OnToken, labels: Collection[str] | None) -> Callable[[], None]:
-    """Call `function` with the tokens of requests with these labels (None: all). Returns a function that stops it."""
+    """Call `function` with the new tokens of requests with these labels (None: of all requests).
+
+    Returns a function that removes the hook.
+    """
     return core.observe(_TokenObserver(function, labels))
 
 
@@ -112,7 +115,7 @@ def tokens_observed(core: EngineCore, function: OnToken | None, requests: Sequen
 
 
 def observe_steps(core: EngineCore, function: OnStep) -> Callable[[], None]:
-    """Call `function` after each step of every replica. Returns a function that stops it.
+    """Call `function` after each step of every replica. Returns a function that removes the hook.
 
     Raises `InvalidRequest` if another function is already active.
     """

@@ -1,7 +1,7 @@
-"""Show results and engines in a notebook as HTML without scripts, in the colours of the notebook's theme.
+"""Render results and engines as HTML without scripts, for notebooks.
 
-Colours are translucent, or the theme's own (`currentColor`), so that they are readable on dark and on light pages.
-Every text from a model, a prompt or an option is escaped.
+Colours are translucent or the theme's own (`currentColor`), so that text is readable on dark and on light pages. Every
+text from a model, a prompt or an option is escaped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Html(str):
 
 
 class HtmlView:
-    """HTML that a notebook shows."""
+    """HTML that a notebook shows. In a terminal, `print` shows its text."""
 
     def __init__(self, shown: str) -> None:
         self._shown = shown
@@ -158,7 +158,7 @@ def scores(values: Mapping[str, float], chosen: str) -> str:
 
 
 def bar(part: float, label: str) -> Html:
-    """Return a bar of which the fraction `part` (0 to 1) is filled, with a label."""
+    """Return a horizontal bar as HTML, filled up to the fraction `part` (0 to 1), with a label."""
     width = f"{100 * min(1.0, max(0.0, part)):.1f}%"
     fill = f"<div style='background:hsla(210,80%,50%,0.45);width:{width};height:1.1em'></div>"
     frame = "border:1px solid currentColor;width:16em;display:inline-block;vertical-align:middle;opacity:0.85"
@@ -166,5 +166,5 @@ def bar(part: float, label: str) -> Html:
 
 
 def facts(values: Mapping[str, object]) -> str:
-    """Return a table of names and values."""
+    """Return an HTML table of names and values."""
     return table(list(values.items()))

@@ -1,4 +1,4 @@
-"""The engine's options as Python keywords: signatures that list them, and paths as `pathlib.Path`."""
+"""The engine's options as Python keywords: class signatures, `pathlib.Path` values, and command-line flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Class = TypeVar("Class", bound=type)
 
 
 def plain_options(model_path: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords, with the model's path among them. A path may be a `pathlib.Path`."""
+    """Return the keywords with `model_path` added, and `pathlib.Path` values converted to strings.
+
+    Raises `ConfigurationError` if `model_path` is given twice.
+    """
     plain = dict(keywords)
     if model_path is not None:
         if "model_path" in plain:
@@ -42,9 +45,9 @@ def with_signature(engine: Class) -> Class:
 
 
 def word_types() -> dict[str, tuple[Any, bool]]:
-    """Return the type of each option on a command line, and whether it takes several values, by Python name.
+    """Map each option's Python name to (its type on a command line, whether it takes several values).
 
-    The type is bool, int, float, str or `json.loads`.
+    The type is bool, int, float, str or, for other types, `json.loads`.
     """
     return {
         name: (option.type if option.type in (bool, int, float, str) else json.loads, option.many)

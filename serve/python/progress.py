@@ -15,7 +15,7 @@ REFRESH_S = 0.2
 
 @contextmanager
 def progress_over(streams: Sequence[OutputStream], *, shown: bool) -> Iterator[None]:
-    """Show a bar of finished outputs while the block runs. Costs nothing unless `shown` is true."""
+    """Show a bar of finished prompts while the block runs. If `shown` is false, do nothing."""
     if not shown:
         yield
         return

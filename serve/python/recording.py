@@ -9,11 +9,11 @@ from runtime.replay.timeline import Lifetime, Step, as_svg, read_timeline
 
 
 class Recording:
-    """The timeline of a schedule record: `Recording("run.record")`. An engine with `record="run.record"` writes one.
+    """The timeline of a schedule record: `Recording("run.record")`. An engine with `record="run.record"` writes it.
 
-    A notebook shows it as a plot without scripts, in the colours of its theme: when each request waited, was prefilled
-    and decoded, and how many tokens the steps computed. `requests` and `steps` contain the times. If the record has
-    grown since, make a new `Recording`. Raises `ConfigurationError` if the file is not a record of this version, and
+    A notebook shows the timeline as a plot: when each request waited, was prefilled and decoded, and how many tokens
+    each step computed. `requests` and `steps` contain the times. The record is read once; for later entries, create a
+    new `Recording`. Raises `ConfigurationError` if the file is not a record of this version, and
     `Difference` if the scheduler no longer makes the recorded decisions.
     """
 

@@ -35,12 +35,13 @@ class TokenLogprob(NamedTuple):
 class Account(NamedTuple):
     """The costs of a request. Times are in seconds.
 
-    `queue_s` is the time from the call to the launch of the first step, `prefill_s` from there to the first token, and
-    `decode_s` from there to the end. `cached_tokens` are prompt tokens from the prefix cache. `computed_tokens` are the
-    other prompt tokens, and the output tokens except the last, which no step reads.
+    `queue_s` is the time from the call to the launch of the first step, `prefill_s` the time from this launch to the
+    first token, and `decode_s` the time from the first token to the end. `cached_tokens` is the number of prompt tokens
+    from the prefix cache. `computed_tokens` counts the other prompt tokens, and all output tokens except the last,
+    which no step reads.
 
-    `page_seconds` is the number of pages that the output held at its end, times the seconds since its first step. It is
-    an upper bound: pages are allocated as the output grows, and prompt pages may be shared.
+    `page_seconds` is the number of KV cache pages of the output at its end, times the seconds since its first step.
+    This is an upper bound, because pages are allocated as the output grows, and prompt pages may be shared.
     """
 
     queue_s: float
@@ -52,7 +53,7 @@ class Account(NamedTuple):
 
     @classmethod
     def of(cls, times: RequestTimes, meta: Mapping[str, Any], ended_s: float, page_size: int) -> Account:
-        """Return the account of an output that ended at `ended_s` (monotonic time) and has its counts in `meta`."""
+        """Return the account of an output that ended at `ended_s` (monotonic clock). `meta` is its `meta_info`."""
         scheduled = times.scheduled or ended_s
         first = times.first_token or ended_s
         cached, output = meta["cached_tokens"], meta["completion_tokens"]
@@ -106,7 +107,7 @@ class Piece(Generated):
 
 
 class Encoded(Fields):
-    """An embedding: `embedding` and `meta_info`, as `/encode` returns them."""
+    """The result of a pooling model: `embedding` and `meta_info`, as `/encode` and `/classify` return them."""
 
     embedding: list[float] | None
     meta_info: Fields

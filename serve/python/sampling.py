@@ -1,4 +1,4 @@
-"""`SamplingParams`: sampling parameters that are checked when they are created, with completion and `help`."""
+"""`SamplingParams` of the Python API: sampling parameters, checked when they are created."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VLLM_LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
 class RequestOutputKind(Enum):
-    """Form of the outputs in a stream, as in vLLM: all text so far, only new text, or one output at the end."""
+    """Form of a stream's outputs, as in vLLM: each has all text so far, only new text, or there is one at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -26,12 +26,13 @@ class RequestOutputKind(Enum):
 
 
 class SamplingParams(dict[str, Any]):
-    """Parameters of sampling and of the output's end: `SamplingParams(temperature=0, max_new_tokens=64)`.
+    """Sampling parameters and stop conditions: `SamplingParams(temperature=0, max_new_tokens=64)`.
 
-    It is a dict of the values that were set, under Penstock's names. It also accepts the names of vLLM and OpenAI
+    A dict of the values that were set, under Penstock's names. The names of vLLM and OpenAI are also accepted
     (`max_tokens` means `max_new_tokens`). Parameters that are not set have the engine's defaults. `logprobs` and
-    `prompt_logprobs` are vLLM's: the number of alternatives per token of the output and of the prompt. `AsyncLLM` reads
-    `output_kind`, and custom logits processors can read `extra_args`. Parameters can also be set as attributes. Raises
+    `prompt_logprobs`, as in vLLM, are the number of alternatives per token of the output and of the prompt. `AsyncLLM`
+    reads `output_kind`, and custom logits processors can read `extra_args`. Parameters can also be set as attributes.
+    Raises
     `InvalidRequest`, whose `param` is the name of the parameter.
     """
 
@@ -147,7 +148,7 @@ class SamplingParams(dict[str, Any]):
         return made
 
     def body_fields(self) -> dict[str, Any]:
-        """Return the fields of `/generate` that ask for the log-probabilities. Empty if none are wanted."""
+        """Return the fields of `/generate` that request log-probabilities. Empty if none are requested."""
         if self.logprobs is None and self.prompt_logprobs is None:
             return {}
         fields: dict[str, Any] = {"return_logprob": True, "return_text_in_logprobs": True}
@@ -159,7 +160,7 @@ class SamplingParams(dict[str, Any]):
 
 @dataclass(kw_only=True, slots=True)
 class StructuredOutputsParams:
-    """vLLM's parameters of structured output, for `SamplingParams(structured_outputs=...)`. Set exactly one."""
+    """vLLM's output constraints, for `SamplingParams(structured_outputs=...)`. Set exactly one field."""
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -168,7 +169,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def parameters(self) -> dict[str, Any]:
-        """Return Penstock's parameters with the same meaning."""
+        """Return the same constraint as sampling parameters with Penstock's names."""
         schema = {"type": "object"} if self.json_object else self.json
         values = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "ebnf": self.grammar}
         return {name: value for name, value in values.items() if value is not None}

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Stream:
     """The pieces of a call: `async for piece in engine.generate(prompt, stream=True)`.
 
-    It may also be awaited first, as SGLang's `async_generate` is. The result of `await` is the stream itself. Leaving
-    the loop aborts the requests.
+    As with SGLang's `async_generate`, the stream may be awaited before the loop; the result is the stream itself.
+    Leaving the loop aborts the requests.
     """
 
     def __init__(self, pieces: AsyncGenerator[Piece, None]) -> None:
@@ -66,7 +66,7 @@ async def pieces_of(core: EngineCore, requests: Sequence[Request]) -> AsyncGener
 
 
 def account_of(stream: OutputStream, values: dict[str, Any], page_size: int) -> Account | None:
-    """Return what a finished output cost, or None if the stream has no times (in tests)."""
+    """Return the costs of a finished output, or None if the stream has no times (in tests)."""
     times = stream.times
     if times is None:
         return None
@@ -74,7 +74,7 @@ def account_of(stream: OutputStream, values: dict[str, Any], page_size: int) -> 
 
 
 async def _arrivals(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
-    """Yield pairs: the index of a stream, and its new chunks. Closes all streams at the end."""
+    """Yield (index of a stream, its new chunks) as chunks arrive. Closes all streams at the end."""
     if len(streams) == 1:
         async with aclosing(streams[0].chunks()) as chunks:
             async for arrived in chunks:

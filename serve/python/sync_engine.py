@@ -46,7 +46,7 @@ def _blocking(
     method: Callable[Concatenate[Engine, Params], Result],
 ) -> Callable[Concatenate[SyncEngine, Params], Result]: ...
 def _blocking(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of `SyncEngine` that calls this method of `Engine` and waits for its result."""
+    """Return a method of `SyncEngine` that calls `method` of `Engine` and waits for the result."""
 
     @wraps(method)
     def call(self: SyncEngine, *args: Any, **options: Any) -> Any:
@@ -65,9 +65,9 @@ class SyncEngine:
             print(piece.delta, end="")
 
     Keywords are those of `Engine`. The first call starts the engine. To load the model earlier, call `start` or use
-    `with SyncEngine(...) as engine`, which also closes it. Several threads may call it. Interrupting a call (Ctrl-C)
-    aborts its request. An engine that is still open is closed when the process ends. Internally, an `Engine` runs on
-    its own event loop in its own thread.
+    `with SyncEngine(...) as engine`, which also closes the engine. Several threads may call the engine. Interrupting a
+    call (Ctrl-C) aborts its request. An engine that is still open is closed when the process ends. Internally, an
+    `Engine` runs on its own event loop in its own thread.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
@@ -232,7 +232,7 @@ class SyncEngine:
         yield from self._iterate(self._engine.stream(prompt, sampling_params, **options))
 
     def serve(self, port: int = 0, *, host: str = "127.0.0.1") -> Any:
-        """Start an HTTP server for this engine and return it. It runs until its `close`, or until the engine ends.
+        """Start an HTTP server for this engine, and return it. It runs until its `close` is called or the engine ends.
 
         See `Engine.serve`.
         """
@@ -261,8 +261,8 @@ class SyncEngine:
                 except StopAsyncIteration:
                     return
                 yield piece
-        # Ctrl-C may interrupt any line above. The interrupt's traceback keeps this generator alive, so only `finally`
-        # is sure to close the stream.
+        # Ctrl-C may interrupt any line above, and the traceback then keeps this generator alive. Therefore the stream
+        # is closed in `finally`.
         finally:
             if self._loop_thread is not None:
                 self._loop_thread.call(_end, pieces)
@@ -291,7 +291,7 @@ class SyncEngine:
             loop.call_soon_threadsafe(self._run_posted)
 
     def _run_posted(self) -> None:
-        self._woken = False  # before the loop, so that a call that is posted during it wakes the event loop again
+        self._woken = False  # set before the loop, so that a call posted during the loop wakes the event loop again
         try:
             while self._posted:
                 self._posted.popleft()()
@@ -424,7 +424,7 @@ class SyncGeneration:
         self._engine._call(partial(self._generation.append, text_or_ids))
 
     def tool(self, function: Callable[[], Result], **options: Any) -> Result:
-        """Call `function` and return its result, and keep the pages cached meanwhile. See `Generation.tool`."""
+        """Call `function`, and keep the KV cache pages in the cache meanwhile. See `Generation.tool`."""
         done: Future[None] = Future()
         waiting = self._engine._running.start_task_soon(
             lambda: self._generation.tool(asyncio.wrap_future(done), **options)

@@ -1,4 +1,4 @@
-"""Make requests from token ids, and check and convert equal parameters only once."""
+"""Make requests from token ids. Requests with equal parameters are checked and converted only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATES = 64
 SIMPLE = (str, bool, int, float, type(None))
-# Fields of `/generate` that a template may have: requests with equal values of these fields may share a template.
+# Fields of `/generate` that requests with a shared template may set.
 FIELDS = frozenset(
     {
         "cache_salt",
@@ -36,7 +36,7 @@ FIELDS = frozenset(
 
 
 class RequestTemplates:
-    """Makes the requests of one engine. Copies a kept request, the template, if only the token ids differ."""
+    """Makes the requests of one engine. If only the token ids differ, copies an earlier request, the template."""
 
     def __init__(self) -> None:
         self._templates: dict[Hashable, Request] = {}
@@ -66,9 +66,9 @@ class RequestTemplates:
 def _key(sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> Hashable:
     """Return a key that is equal only for equal parameters, or None if the request cannot share a template.
 
-    A request with a seed, with a field that is not in `FIELDS`, or with a value that is not simple cannot share one.
-    The key contains the types, because True equals 1 but is not a valid number of tokens. It contains the number of
-    sampling parameters, so that a field in `sampling` has another key than the same field in `fields`.
+    A request cannot share a template if it has a seed, a field that is not in `FIELDS`, or a value that is not simple.
+    The key contains the values' types, because True equals 1 but is not a valid number of tokens. It contains the
+    number of sampling parameters, so that the same name in `sampling` and in `fields` gives different keys.
     """
     if sampling.get("seed") is not None or not FIELDS.issuperset(fields):
         return None

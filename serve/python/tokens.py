@@ -1,4 +1,4 @@
-"""The engine's tokenizer, with methods that users of transformers know."""
+"""The engine's tokenizer, with method names of transformers."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class TokenizerView:
         return self._tokenizer.token_text(token_id)
 
     def convert_ids_to_tokens(self, ids: Any) -> list[str | None]:
-        """Return each token in the vocabulary's own spelling, or None for an unknown id."""
+        """Return the raw vocabulary entry of each id, or None for an unknown id."""
         return [self._tokenizer.backend.token(each) for each in as_json(ids)]
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """Return the id of a token in the vocabulary's own spelling, or None if there is no such token."""
+        """Return the id of a raw vocabulary entry, or None if the vocabulary has no such entry."""
         return self._tokenizer.backend.token_id(token)
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Fields:

@@ -1,4 +1,4 @@
-"""Show an engine in a notebook: a summary, a live view, and the reasons why requests wait."""
+"""Show an engine in a notebook: a summary, a live view, and why requests wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {"queue": "hsla(40,90%,50%,0.6)", "prefill": "hsla(210,80%,50%,0.6)", 
 
 
 def engine_html(core: EngineCore | None, path: str) -> str:
-    """Return a summary of an engine as HTML: its model, its requests and its pages."""
+    """Return a summary of an engine as HTML: its model, requests and KV cache pages."""
     if core is None:
         return html.facts({"engine": "not running", "model": path})
     status = core.status()
@@ -40,7 +40,7 @@ def engine_html(core: EngineCore | None, path: str) -> str:
 
 
 def memory_words(core: EngineCore) -> str:
-    """Return how many tokens the KV cache has room for and how many it holds, in words."""
+    """Return a sentence with the KV cache's capacity and the number of tokens that it holds."""
     status = core.status()
     used = (status.num_used_pages + status.num_cached_pages) * status.page_size
     return f"reserved for {status.max_total_tokens} tokens; {used} are in it now"
@@ -53,7 +53,7 @@ def _pages(status: Status) -> html.Html:
 
 
 def why_waiting(core: EngineCore, rid: str | None = None) -> list[str]:
-    """Return one line for each waiting request, or for the one named `rid`, which says what it waits for."""
+    """Return, for each waiting request or for the request `rid`, one line that says why the request waits."""
     status = core.status()
     lines = []
     for each in core.timelines():
@@ -81,7 +81,7 @@ def _reason(core: EngineCore, status: Status, request: Timeline) -> str:
 class Watch:
     """A live view of an engine. `engine.watch()` shows it in a notebook until the engine ends or `stop` is called.
 
-    It is redrawn at most `per_second` times a second, and only if something changed. In a terminal, `print(view)` shows
+    The view is redrawn at most `per_second` times a second, and only after a change. In a terminal, `print(view)` shows
     one line.
     """
 
@@ -156,7 +156,7 @@ class Watch:
 
 
 def tree_words(core: EngineCore) -> str:
-    """Return the number of nodes and of unused pages of the prefix trees, in words."""
+    """Return a phrase with the number of nodes of the prefix trees, and of pages that no request uses."""
     outlines = [actor.scheduler.prefix_tree(MAX_NODES) for actor in core.schedulers]
     num_pages = core.status().num_cached_pages
     return f"{sum(count for _, count in outlines)} nodes, {num_pages} pages that no request uses"
