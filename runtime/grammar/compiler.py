@@ -25,7 +25,7 @@ COMPILE_THREADS = 2
 COMPILE_TIMEOUT_S = 20.0  # grammars within the size limits take less time, unless the machine is overloaded
 MAX_WAITING = 1024  # maximum number of grammars that wait for a thread; further ones are refused
 CACHE_BYTES = 256 * 1024 * 1024
-MAX_GRAMMARS = 512  # maximum number in the cache: a grammar's real memory grows with the outputs that use it
+MAX_GRAMMARS = 512  # maximum number in the cache; needed because a grammar's real memory grows with each use
 REFUSAL_BYTES = 4096  # size counted for a refused grammar in the cache
 MAX_MARKERS = 64
 
@@ -159,7 +159,7 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """A `runtime.constraint.Constraint` for one request. Each of its choices starts with a copy of `compiled`.
+    """A `runtime.constraint.Constraint` for one request. Each choice of the request starts with a copy of `compiled`.
 
     The mask thread owns the `Position` of each choice.
     """
@@ -178,7 +178,8 @@ class GrammarConstraint:
         self._positions: dict[int, Position] = {}
         self.ends = ends
         self.marker = marker
-        # Token that begins the unconstrained part. None: with a marker, the output starts unconstrained.
+        # Token (for example <think>) that begins the unconstrained part if it is the output's first token. None: an
+        # output with a marker always starts with the unconstrained part.
         self.opened_by = opened_by
         self.must_begin = must_begin
 

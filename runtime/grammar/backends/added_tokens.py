@@ -1,7 +1,7 @@
 """Added tokens (for example <think> and <|im_end|>) whose text occurs in a grammar.
 
 llguidance treats special tokens, and other added tokens of the form <...>, as tokens without text. If a grammar
-requires the text of such a token, the library forces the token itself and then refuses it.
+requires the text of such a token, the library's mask allows only this token, but the library then refuses the token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _FORMS = (re.compile(r"<[^<>]+>"), re.compile(r"\[[^\[\]\s]+\]"))
-# A character as `expressions.escape` writes it; inside JSON the backslash is doubled. A match must start at the first
-# of several backslashes; otherwise a long row of backslashes would take quadratic time.
+# A character escaped by `expressions.escape`; inside JSON, the backslash is doubled. The lookbehind lets a match start
+# only at the first of several backslashes. Without it, a long row of backslashes would take quadratic time.
 _CHARACTER = r"(?<!\\)\\+x\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}"
 _ESCAPED = re.compile(_CHARACTER)
 _ESCAPED_TEXT = re.compile(f"(?:{_CHARACTER}|[0-9A-Za-z])+")
@@ -51,7 +51,7 @@ def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterab
 
 
 def marks_in(text: str) -> set[str]:
-    """Return all texts of the forms <...> and [...] in a grammar for llguidance. They need not be tokens."""
+    """Return all texts of the form <...> or [...] in a grammar for llguidance, whether or not they are tokens."""
     written = [_BY_NUMBER.sub(_character, text)]
     for found in _ESCAPED_TEXT.finditer(text):
         if "{" in found[0]:

@@ -50,9 +50,10 @@ class Backend(Protocol):
         ...
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the beginning of an output. May take seconds, mostly without the GIL.
+        """Return a matcher at the beginning of an output.
 
-        Raises `InvalidGrammar` for a grammar that is malformed, too large, or cannot be enforced.
+        The call may take seconds, and releases the GIL for most of that time. Raises `InvalidGrammar` for a grammar
+        that is malformed, too large, or cannot be enforced.
         """
         ...
 

@@ -16,11 +16,11 @@ from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whit
 
 MAX_SOURCE = 512 * 1024  # maximum number of characters of a grammar
 MAX_CHOICES = 10_000
-NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # JSON's escapes without \uXXXX (see `json_options`) and \/
+NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # characters allowed after a backslash: not \uXXXX (see `json_options`), and not \/
 
 
 def for_llguidance(grammar: Grammar, whitespace: str | None = None, unique: UniqueArrays | None = None) -> str:
-    """Return the grammar as the library's JSON text. `whitespace` is the server's default pattern for whitespace.
+    """Return the grammar in llguidance's JSON form. `whitespace` is the server's default pattern for whitespace.
 
     Arrays whose items must be unique are added to `unique`; if `unique` is None, they are refused. Raises
     `InvalidGrammar`.
@@ -38,21 +38,21 @@ def for_llguidance(grammar: Grammar, whitespace: str | None = None, unique: Uniq
 
 
 def texts_of(text: str) -> str:
-    """Return the result of `for_llguidance` without references to tokens, which add no text to an output."""
+    """Return `text`, a result of `for_llguidance`, without references to tokens, which add no text to an output."""
     [grammar] = json.loads(text)["grammars"]
     return without_tokens(grammar["lark_grammar"]) if "lark_grammar" in grammar else text
 
 
 def part_for_llguidance(schema: Any, at: str, whitespace: str | None = None) -> str:
-    """Return the library's JSON text for only the part of a schema at JSON pointer `at`. Raises `InvalidGrammar`."""
+    """Return the subschema at JSON pointer `at` as a grammar in llguidance's JSON form. Raises `InvalidGrammar`."""
     return _top(json_schema=_schema(schema, json_options(whitespace), {}, at=at))
 
 
 def json_options(whitespace: str | None) -> dict[str, Any]:
-    """Return the library's options for the JSON text of outputs.
+    """Return llguidance's options for JSON outputs.
 
-    The escape `\\uXXXX` is disabled. It would give each property name a second spelling, to which the property's schema
-    would not apply.
+    The escape `\\uXXXX` is disabled. With it, an output could spell a property name in a second way, and the property's
+    schema would not apply to the value.
     """
     pattern = WHITESPACE if whitespace is None else check_whitespace(whitespace)
     options: dict[str, Any] = {"json_allowed_escapes": NO_ESCAPES_BY_NUMBER}

@@ -28,7 +28,7 @@ class Enforced:
     """The keywords that a library enforces for each type, and the largest schema that it compiles fast enough."""
 
     keywords: Mapping[str, frozenset[str]]
-    max_size: int  # maximum size: characters of names and constants; items of arrays count repeatedly
+    max_size: int  # maximum size: characters of names and constants; an array's item counts once per possible item
     text_size: int = 4  # size counted for an unrestricted string
 
 

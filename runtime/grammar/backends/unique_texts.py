@@ -20,8 +20,9 @@ from runtime.grammar.schema.unique_items import MAX_LISTED, UniqueArrays
 
 QUOTE, BACKSLASH = 0x22, 0x5C
 TOKENS_BETWEEN_PAUSES = 256
-# Maximum number of earlier strings with the current prefix that are compared with all tokens. If there are more, tokens
-# with text before a quote are forbidden, so that the string ends with a token that begins with the quote.
+# Maximum number of earlier strings that are compared with the tokens, among those that begin with the current string's
+# text. If there are more, tokens with text before a quote are forbidden. Only a token that begins with the quote can
+# then end the string.
 MAX_COMPARED = 32
 
 
@@ -163,7 +164,7 @@ class UniqueTexts:
             forbid(mask, tokens.starting(text[len(begun) : end]))
 
     def repeating(self, mask: NDArray[np.int32]) -> list[int]:
-        """Return the allowed tokens after which the current string equals an earlier one, so that it must not end."""
+        """Return the allowed tokens after which the current string equals an earlier string and must continue."""
         values, before = self._unique_here() or (None, ())
         if values != ():
             return []

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.grammar")
 
 MAX_FIRST_MASK_S = 2.0
-# When a grammar is compiled, two trial outputs are begun, so that a grammar that exceeds the library's limits is
-# refused at once instead of failing during generation. The next character is the first allowed one in TRIED.
+# The backend begins two trial outputs of each compiled grammar. A grammar that exceeds the library's limits is thereby
+# refused at once and does not fail during generation. Output i always continues with the first allowed byte of
+# TRIED[i].
 LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_/. "
 TRIED = (b'"{[:,' + LETTERS, LETTERS + b'"{[:,')
 NUM_WORDS = 16  # number of long words that the second trial output prefers to single characters
@@ -81,9 +82,10 @@ class CompiledGrammar(NamedTuple):
 class LLGuidanceMatcher:
     """A `Matcher` of llguidance.
 
-    All copies of a matcher share one lexer, whose states accumulate over all their outputs. When they exceed the
-    limits, every copy fails. Therefore a matcher that fails is advanced again from the beginning with a new lexer. Only
-    if this fails too does its own output exceed a limit. After every `COPIES_PER_LEXER` copies, a new lexer is made.
+    All copies of a matcher share one lexer. The lexer's states accumulate over the outputs of all copies. When the
+    states exceed the library's limits, every copy fails. A failed matcher therefore gets a new lexer and reads its
+    output again from the beginning. If it fails again, its own output exceeds a limit. After every `COPIES_PER_LEXER`
+    copies, a new lexer is made.
     """
 
     __slots__ = ("_consumed", "_is_lost", "_num_copies", "grammar", "inner", "unique")
@@ -100,7 +102,7 @@ class LLGuidanceMatcher:
         self.unique = unique  # enforces `uniqueItems`, which llguidance cannot do; None: the schema has none
         self._consumed = list(consumed)
         self._num_copies = 0
-        self._is_lost = False  # whether the output left the grammar
+        self._is_lost = False  # whether the grammar does not allow the output
 
     @property
     def num_bytes(self) -> int:
@@ -293,7 +295,10 @@ class LLGuidanceBackend:
 
 
 def _try(matcher: LLMatcher, tried: Sequence[int], until_s: float) -> None:
-    """Begin a trial output with the first allowed tokens of `tried`. Raises `InvalidGrammar` if the library fails."""
+    """Begin a trial output: repeatedly append the first token in `tried` that the grammar allows.
+
+    Raises `InvalidGrammar` if the library fails.
+    """
     for _ in range(MAX_TRIED):
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
         token_id = next((each for each in tried if allows(mask, each)), None)
@@ -311,7 +316,7 @@ def _is_special_text(inner: LLMatcher, token_id: int) -> bool:
 
 
 def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.int32]) -> None:
-    """Forbid each token that completes an earlier string again if the string would have to end after it."""
+    """Forbid each token after which the current string equals an earlier string and can only end."""
     for token_id in unique.repeating(mask):
         after = inner.deep_copy()
         after.consume_token(token_id)

@@ -12,8 +12,8 @@ from runtime.grammar.matching.position import Position
 class DraftWalk:
     """A copy of an output's position that advances by one draft token after another. The mask thread owns it.
 
-    `first` has the mask of the first draft token. A draft token that its mask forbids is never accepted. The walk
-    therefore ends there, and the data of later tokens is skipped.
+    `first` has the mask of the first draft token. The target model never accepts a draft token that the mask forbids.
+    The walk therefore ends at such a token, and the data of later tokens is skipped.
     """
 
     def __init__(self, position: Position, first: HostData, drafts: DraftData) -> None:
@@ -24,7 +24,7 @@ class DraftWalk:
         self._num_done = 0  # number of draft tokens after which the data is set
 
     def go_on(self, num_words: int) -> bool:
-        """Advance to the next draft token after which the backend must compute a mask. Return False at the end."""
+        """Advance to the next draft token after which the backend must compute a mask. Return False if none is left."""
         while self._num_done < len(self._ids):
             token_id = self._ids[self._num_done]
             if self._previous.failed or not _allows(self._previous.bitmask, token_id):

@@ -44,7 +44,7 @@ class Marker:
         return self._masks[num_matched]
 
     def _completing(self) -> list[int]:
-        """Return the tokens that may be forbidden: after the text's last byte, they have more than whitespace."""
+        """Return the tokens that may be forbidden: those with more than whitespace after the marker's last byte."""
         if self._candidates is None:
             last = self._text[-1:]
             self._candidates = [

@@ -116,11 +116,11 @@ class MaskThread:
             request.position.slow = time.perf_counter() - began_s > SLOW_S
 
     def _compute_drafts(self, requests: Sequence[DraftRequest]) -> None:
-        """Compute the masks after all rows' draft tokens: after each row's first draft token, then its second, ..."""
+        """Compute the masks after the draft tokens of all rows, first after each row's first draft token, and so on."""
         began_s = time.perf_counter()
         walks = []
         for position, output, first, drafts in requests:
-            # If the position is not at the end of this output, its row yielded fewer tokens or none, so no step waits
+            # If the position is not at the end of `output`, the row did not yield all these tokens, and no step waits
             # for this data.
             if position.num_seen == output.num_output and first.is_there:
                 walks.append(DraftWalk(position, first, drafts))
@@ -220,7 +220,7 @@ class _Lane:
     """A thread that takes all requests in its inbox together.
 
     The event loop wakes the thread once per turn, at the end of the turn. If the first request of a turn woke the
-    thread, it would compete with the event loop for the GIL, and see only a part of the step's requests.
+    thread, the thread would compete with the event loop for the GIL, and would see only a part of the step's requests.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Position:
         self._is_free = self._marker is not None and self.opened_by is None
 
     def advance(self, output: Output) -> bool:
-        """Advance to the end of `output`, which extends the output of the previous call or starts again.
+        """Advance to the end of `output`. It must extend the output of the previous call, or begin anew.
 
         Return whether the constraint has begun. Raises `ValueError` if the grammar does not allow the output.
         """
@@ -78,7 +78,7 @@ class Position:
         return self._follow(new)
 
     def follow(self, new: list[int]) -> bool:
-        """Advance by further tokens. Return value and errors are those of `advance`."""
+        """Advance by the tokens `new`. Return and raise as `advance` does."""
         self._num_seen += len(new)
         return self._follow(new)
 

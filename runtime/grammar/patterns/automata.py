@@ -56,10 +56,11 @@ def complement(pattern: str, count: Count) -> str | None:
 def partition(
     patterns: Sequence[str], count: Count, *, with_ambiguous: bool = True
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Return disjoint ECMA-262 patterns, each with the indices of those in `patterns` that its texts match.
+    """Return pairs (ECMA-262 pattern, indices). The patterns are disjoint.
 
-    With `with_ambiguous`, the result includes a pattern without indices, for the texts on which ECMA-262 and Python
-    differ. Raises `TooComplexError`.
+    The texts of a pair's pattern match exactly those of `patterns` that the pair's indices select. With
+    `with_ambiguous`, the result includes a pattern without indices, for the texts on which ECMA-262 and Python differ.
+    Raises `TooComplexError`.
     """
     readings = [Reading(pattern, wide) for pattern in patterns for wide in (False, True)]
     automaton = _automaton(tuple(readings), count)
@@ -295,7 +296,7 @@ def _cached(readings: tuple[Reading, ...]) -> tuple[Automaton | None, int]:
 
 
 def _classes(every: set[Ranges]) -> tuple[list[Ranges], dict[Ranges, list[int]]]:
-    """Divide all characters into classes of characters that no pattern distinguishes.
+    """Divide all characters into classes. No pattern distinguishes two characters of one class.
 
     Return the classes, and for each set of ranges in `every` the indices of its classes.
     """

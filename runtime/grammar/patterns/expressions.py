@@ -44,7 +44,7 @@ class PatternError(ValueError):
 
 @dataclass(slots=True)
 class PatternBudget:
-    """The number of characters that further patterns of one grammar may have."""
+    """Number of characters that are left for further patterns of one grammar."""
 
     left: int = MAX_PATTERN
 
@@ -398,8 +398,8 @@ class _Parser:
         if self.in_json and not negated and begins_with_controls and len(covered) < 2:
             raise PatternError("a range of control characters beside a missing quote or backslash is not enforced")
         if self.in_json and negated and covered:
-            # The class may exclude the quote or the backslash. The library would still accept its escape, unless the
-            # class also excludes control characters.
+            # The class may exclude the quote or the backslash. The library would still accept the escaped quote or
+            # backslash, unless the class also excludes control characters.
             parts.append(r"\x00-\x1f")
         if self.at == begin:
             raise PatternError("an empty class means different things in different dialects")

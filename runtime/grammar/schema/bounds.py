@@ -15,7 +15,7 @@ Schema = dict[str, Any]
 
 
 def limit(value: Any, pointer: str, schema: Schema) -> Schema:
-    """Rewrite `minimum`, `maximum`, `exclusiveMinimum` or `exclusiveMaximum`, the last part of `pointer`."""
+    """Rewrite one of the keywords for limits (`minimum`, `exclusiveMaximum`, ...). `pointer` ends with the keyword."""
     keyword = pointer.rpartition("/")[2]
     value = _within_exact(value, keyword)
     check_number(value, keyword, pointer)
@@ -68,10 +68,10 @@ def check_number(value: Any, keyword: str, pointer: str) -> None:
 
 
 def _limited(keyword: str, limit: float) -> Schema:
-    """Return a schema with a minimum or maximum that has few enough digits that the library does not round it.
+    """Return a schema with this minimum or maximum, in so few digits that the library does not round it.
 
-    The library wrongly rejects some numbers with fewer digits than the limit, for example 4.9 for `maximum: 4.95`. An
-    enum allows these numbers.
+    The library wrongly rejects some numbers with fewer digits than the limit, for example 4.9 for `maximum: 4.95`. The
+    returned schema allows these numbers by an enum.
     """
     upwards = keyword == "minimum"
     exact, step = Decimal(repr(limit)), _step(limit)

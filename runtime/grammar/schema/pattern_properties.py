@@ -16,10 +16,10 @@ def disjoint_patterns(
 ) -> list[tuple[str | int, tuple[int, ...]]] | None:
     """Return a list of disjoint patterns, so that no name matches two of them.
 
-    Each entry is (pattern, indices). The pattern is a new pattern, or an index into `patterns`. Its names match the
-    patterns in `patterns` with these indices. If the indices are empty, ECMA-262 and Python differ on the names, and an
-    output must not contain them. Closed objects (`additionalProperties: false`, `is_closed`) need no such entry,
-    because they allow no other names.
+    Each entry is (pattern, indices). The pattern is a new pattern, or an index into `patterns`. Names that match it
+    match the patterns in `patterns` with these indices. An entry without indices has the names on which ECMA-262 and
+    Python differ; outputs must not contain these names. Closed objects (`additionalProperties: false`, `is_closed`)
+    need no such entry, because they allow no other names.
 
     If the patterns are too complex to compare, return None for an open object. For a closed object, return the patterns
     unchanged; the library refuses them later if they overlap.
@@ -59,7 +59,7 @@ def _overlapping(patterns: Sequence[str], peek: Peek) -> list[list[int]]:
 
 
 def _may_intersect(one: str, other: str, peek: Peek) -> bool:
-    """Whether a name may match both patterns. False if they are too complex, because the library compares them too."""
+    """Whether a name may match both patterns. False for too complex patterns, which the library compares again."""
     try:
         return intersects([one, other], peek)
     except TooComplexError:

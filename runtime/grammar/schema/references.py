@@ -112,7 +112,7 @@ class References:
 
 
 def endless(definitions: Mapping[str, Any], pause: Callable[[], None]) -> set[str]:
-    """Return the names of definitions that require themselves, so that no finite text matches them.
+    """Return the names of the definitions that no finite text matches, because they require themselves.
 
     An output of such a definition would never end. `definitions` must already be rewritten for the backend. `pause` is
     called for each visited schema.

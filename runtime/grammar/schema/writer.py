@@ -79,9 +79,9 @@ def for_backend(
 ) -> Schema | bool:
     """Return the schema, rewritten with only keywords that the backend enforces exactly. Raises `Unsupported`.
 
-    Arrays whose items must be unique are added to `unique`, and the caller must enforce them; if `unique` is None, such
-    arrays are refused. `budget` limits the patterns of all schemas in a grammar together. Only the schema at the JSON
-    pointer `at` is rewritten, with the definitions that it refers to.
+    Arrays whose items must be unique are added to `unique`, and the caller must enforce that the items differ; if
+    `unique` is None, such arrays are refused. `budget` limits the patterns of all schemas in a grammar together. Only
+    the schema at the JSON pointer `at` is rewritten, with the definitions that it refers to.
     """
     writer = _Writer(schema, References(schema), budget or expressions.PatternBudget(), keeps_unique=unique is not None)
     written = writer.write(at)
