@@ -22,7 +22,7 @@ MAX_NAMED = 5  # maximum number of tensors that an error names
 PREFIX = "base_model.model."  # all names in peft's files begin with it
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
 _MAGNITUDE = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
-_ALL_EXPERTS = re.compile(r".+\.experts(\.base_layer)*")  # peft writes one pair for all experts of a mixture
+_ALL_EXPERTS = re.compile(r".+\.experts(\.base_layer)*")  # peft writes one low-rank pair for all experts of a layer
 _COPY = re.compile(r"(?P<layer>.+)\.base_layer\.weight")
 _TOKENS = re.compile(r"(?P<layer>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.default)?")
 
@@ -96,7 +96,7 @@ def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
 def check_copies(folder: Path, copies: Mapping[str, Tensor], facts: ModelFacts) -> None:
     """Raise CheckpointError unless the base weights saved with an adapter equal the weights of this model.
 
-    If the checkpoint holds a weight in another form, only the shapes are compared.
+    If the checkpoint has no unquantised tensor for a weight, only the number of rows is checked.
     """
     if not copies:
         return

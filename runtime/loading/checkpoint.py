@@ -280,7 +280,7 @@ def weight_bytes(directory: Path) -> int:
     try:
         weights = find_weights(directory)
     except CheckpointError:
-        return 0  # a checkpoint without weights is valid if weights are dummies
+        return 0  # with --load-format dummy, a checkpoint without weights is valid
     if weights.format == "pt":
         return sum(file.stat().st_size for file in weights.files)
     return sum(entry.end - entry.begin for file in weights.files for entry in read_header(file).values())

@@ -73,7 +73,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _write(path: Path, values: dict[str, str]) -> None:
-    with suppress(OSError):  # the file only saves time
+    with suppress(OSError):  # without the cache file, the next start only takes longer
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(values), encoding="utf-8")

@@ -16,7 +16,7 @@ from runtime.loading.facts import read_facts, read_values
 from runtime.models.draft_heads import EAGLE3_NAMES, EAGLE_NAMES, NEXTN, OWN_PREFIXES
 from runtime.models.registry import architecture_of
 
-# Overrides for a draft head of one layer, in place of the values that describe the served model's layers.
+# Values that replace those of the served model's config.json, so that it describes a draft head with one layer.
 _OF_MODEL = {
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],

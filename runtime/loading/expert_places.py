@@ -21,11 +21,11 @@ MAX_FILE_BYTES = 2**30
 
 
 def read_expert_places(plan: Plan, facts: ModelFacts) -> dict[str, list[int]]:
-    """Return the expert of each slot, by layer number as text; {} for the trivial placement.
+    """Return layer number (as text) -> expert in each slot. Return {} for the placement "trivial", or without EP.
 
-    `physical_to_logical_map` [L, slots] is used as it stands. From the token counts in `logical_count`, [L, X] or
-    [steps, L, X], a balanced placement is computed. Both have a line for each of the model's L layers; lines of layers
-    without experts are not used. Raises ConfigurationError if the table does not fit the model.
+    A table `physical_to_logical_map` [L, slots] is used unchanged. From a table of token counts, `logical_count` [L, X]
+    or [steps, L, X], a balanced placement is computed. L is the model's number of layers; rows of layers without
+    experts are not used. Raises ConfigurationError if the table does not fit the model.
     """
     experts, location = plan.experts, plan.experts.location
     if location == "trivial" or experts.ep_size == 1:
@@ -56,9 +56,9 @@ def read_expert_places(plan: Plan, facts: ModelFacts) -> dict[str, list[int]]:
 
 
 def _check(layer: str, line: Sequence[int], plan: Plan, facts: ModelFacts) -> bool:
-    """Return False for a line of zeros, which belongs to a layer without experts, and True for a valid line.
+    """Return False for a row of zeros, which belongs to a layer without experts, and True for a valid row.
 
-    Raises ConfigurationError for an invalid line.
+    Raises ConfigurationError for an invalid row.
     """
     if not any(line):
         return False

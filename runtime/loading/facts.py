@@ -32,7 +32,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None, *, model_i
     """Return the facts of a local checkpoint (a directory or a GGUF file). `overrides` replace values of config.json.
 
     `model_impl` is "auto" (a native family if there is one, else transformers' code), "native" (SGLang calls it
-    "sglang") or "transformers". Native families do not import torch here.
+    "sglang") or "transformers". For a native family, this function does not import torch.
 
     Raises CheckpointError if the directory is missing or contains no model, if JSON cannot be read, if the architecture
     is not supported, and if values are invalid.

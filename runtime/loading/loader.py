@@ -116,7 +116,7 @@ class Outline(NamedTuple):
 
     model: Decoder
     tensors: Tensors | None  # None if the weights are dummies
-    # Argument of `fill_layers`; None if layers are filled by their own shards.
+    # Argument `shards_of` of `fill_layers`; None: each module's own shards.
     shards_of: Callable[[Named], dict[str, list[Shard]]] | None
 
 
@@ -213,7 +213,7 @@ def build_model(
                 split_layers(model, group)
             else:
                 split(model, group)
-        # Checked again after sharding, because a weight is not kept in groups if sharding divides a group.
+        # Repeated after sharding: a weight is dequantised if sharding divides one of its quantisation groups.
         if isinstance(tensors, QuantizedTensors):
             tensors.keep_grouped(_kept(build))
     return model
@@ -287,7 +287,7 @@ def tensor_name(facts: ModelFacts, stored: str) -> str | None:
     if stored.startswith(tuple(nextn)):
         return None
     own = fields.optional_integer("nextn_layer", low=0)
-    if own is not None:  # a draft head in the model's checkpoint: it uses only this layer
+    if own is not None:  # a draft head in the model's checkpoint: the head uses only this layer
         prefix = f"model.layers.{own}."
         if not stored.startswith(prefix):
             return None

@@ -1,4 +1,4 @@
-"""Tensors in memory with the interface of checkpoint files, and readers of encodings that need no pickle."""
+"""Tensors in memory with the interface of checkpoint files, and readers of safetensors bytes and flat tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the layers whose weights stay in host memory, and checks the memory for them."""
+"""Choice of the layers whose weights stay in host memory, and a check that the host has enough memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ class LayersInHost(NamedTuple):
 
     layers: tuple[nn.Module, ...] = ()
     num_bytes: int = 0  # size of their weights
-    slot_bytes: int = 0  # size of the device's slots, through which steps read them
+    slot_bytes: int = 0  # size of the device memory into which the layers are copied in turn during a forward pass
 
 
 def layers_in_host(model: Decoder, plan: ModelPlan, dtype: torch.dtype) -> LayersInHost:
-    """Choose the layers of an outlined model. Raises `ConfigurationError` if no memory of the device would be saved,
-    and CheckpointError if the host has too little memory.
+    """Choose the layers whose weights stay in host memory. `model` is on the meta device.
+
+    Raises `ConfigurationError` if this would save no device memory, and CheckpointError if the host has too little
+    memory.
     """
     if not (plan.offload_gib or plan.offload_group) or not model.layers:
         return LayersInHost()

@@ -60,7 +60,7 @@ def fill_shards(modules: Named, tensors: Tensors | None) -> None:
 
 
 def fill_named(shards: Mapping[str, Sequence[Shard]], tensors: Tensors, num_threads: int) -> None:
-    """Fill shards that are grouped by tensor."""
+    """Fill shards. `shards` maps the name of each tensor to the shards that the tensor fills."""
     _fill(shards, tensors, num_threads, None)
 
 
@@ -124,7 +124,7 @@ def own_shards(module: Weighted) -> dict[str, list[Shard]]:
 
 
 def own_parameters(modules: Named) -> dict[str, list[Shard]]:
-    """Return shards for files that hold parameters under the names and shapes that they have in the modules."""
+    """Return one shard per parameter, for files with each parameter under its name and in its shape in the modules."""
     return {
         f"{name}.{part}": [Shard(f"{name}.{part}", parameter, 0, len(parameter), (None,) * parameter.dim())]
         for name, module in modules
@@ -161,8 +161,8 @@ def check_total(
 def check_dtypes(dtypes: Mapping[str, torch.dtype], where: Callable[[Sequence[str]], str]) -> None:
     """Raise CheckpointError for tensors that are not floating-point, or differ in dtype from similar tensors.
 
-    The names of similar tensors differ only in layer and expert numbers. If only one tensor of the checkpoint has some
-    dtype, it is an error too, except for float32: some checkpoints use it for a router's correction or the final norm.
+    The names of similar tensors differ only in layer and expert numbers. A dtype that only one tensor has is an error
+    too, except float32, which some checkpoints use for a router's correction or the final norm.
     """
     similar: dict[str, list[str]] = {}
     for name in dtypes:

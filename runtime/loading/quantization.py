@@ -50,7 +50,7 @@ def quantization_fields(values: Mapping[str, Any]) -> Fields:
 
 
 def _form(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values to add to `quantization_config`. Its `quant_method` is a name in FORMATS."""
+    """Return the values to add to `quantization_config`, including a `quant_method` that is in FORMATS."""
     name = stated.get("quant_method")
     if name is None and "config_groups" in stated:
         name = "compressed-tensors"

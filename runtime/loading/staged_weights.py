@@ -33,7 +33,7 @@ from runtime.modeling.decoder import Decoder
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 MAX_READ = 2**20  # maximum number of values that `read` returns
-IDENTITY_ROWS = 256  # number of rows of the identity matrix in one product
+IDENTITY_ROWS = 256  # number of rows of the identity matrix that `_recover` multiplies at a time
 SCALES = re.compile(r".*\.[kv]_scale")
 
 
@@ -85,7 +85,7 @@ class StagedWeights:
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether tensors are needed until `commit`, because each weight of the checkpoint has several of them."""
+        """Whether all tensors are kept until `commit`: a quantised checkpoint stores each weight in several tensors."""
         return self._facts.quantization is not None
 
     def stage(
@@ -101,8 +101,8 @@ class StagedWeights:
 
         `final` says that no further tensors follow. A quantised checkpoint stores each weight in several tensors; its
         layers are prepared only in the final call or, with `merge`, as soon as all these tensors have arrived. If the
-        tensors are `lent`, their memory is overwritten later, so tensors of incomplete layers are copied. Layers that
-        use one of the tensors `later` are not yet prepared.
+        tensors are `lent`, the caller overwrites their memory later, so tensors of incomplete layers are copied. Layers
+        that use a tensor named in `later` are not prepared in this call.
         """
         coming = {name for name in (tensor_name(self._facts, each) for each in later) if name is not None}
         staged = self._stage(tensors, coming, merge=merge, final=final)
@@ -260,7 +260,7 @@ class StagedWeights:
         return fresh
 
     def _memory_of(self, layer: Weighted) -> AbstractContextManager[None]:
-        """Let the layer's weight be packed into memory that is used again, because new memory costs page faults."""
+        """Return a context in which the layer's weight is packed into reused memory; new memory costs page faults."""
         if not isinstance(layer, Linear | VocabularyWeight) or type(layer.method) is not Unquantized:
             return nullcontext()
         launcher = layer.kernels.launcher
@@ -348,7 +348,7 @@ class StagedWeights:
 
 
 def _units(model: Decoder) -> dict[Weighted, dict[str, list[Shard]]]:
-    """Return the layers that are prepared on their own, with the shards of their tensors."""
+    """Return each layer that is prepared separately -> tensor name -> the shards that the tensor fills."""
     units = {}
     for layer in model.modules():
         if isinstance(layer, Weighted) and not isinstance(layer, KeptRows | KeptExperts | KVScales):
@@ -364,7 +364,7 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 
 def _outline(layer: Weighted) -> Weighted:
-    """Return a copy of the layer with new parameters on the meta device. It shares inner layers, except `kept`."""
+    """Return a copy of the layer with new parameters on the meta device. The copy shares inner layers except `kept`."""
     outline = copy.copy(layer)
     for name in ("_parameters", "_buffers", "_modules"):
         object.__setattr__(outline, name, dict(getattr(layer, name)))
@@ -429,9 +429,9 @@ def _check_layout(layer: Weighted, fresh: Weighted) -> None:
 
 
 def _replace(layer: Weighted, fresh: Weighted) -> bool:
-    """Move the parameters of `fresh` to the layer. If the layouts agree, the old parameters' memory is reused.
+    """Move the parameters of `fresh` to `layer`. A parameter with the same layout is copied into the old memory.
 
-    Return whether this is so for all parameters, so that the memory of `fresh` is free.
+    Return True if all parameters were copied. The memory of `fresh` is then free.
     """
     is_free = True
     for key, now in list(fresh.named_parameters(recurse=False)):

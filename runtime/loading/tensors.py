@@ -233,7 +233,7 @@ class _TorchFile:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._loaded.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in self._loaded.items()}
         if not self._mapped:
-            self._loaded = None  # released; reading a tensor loads the file again
+            self._loaded = None  # the next read loads the file again
 
     def dtype(self, name: str) -> torch.dtype:
         return self._dtypes[name]
@@ -330,7 +330,7 @@ def _write_numpy(folder: Path, files: Sequence[Path], source: Mapping[str, objec
 
 
 def give_back_freed() -> None:
-    """Return freed heap memory to the operating system. A layer has many small allocations, which need this call."""
+    """Return freed heap memory to the operating system. The C library would keep the many small blocks of a layer."""
     with suppress(AttributeError):  # some C libraries have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""An LM head for draft heads with only the rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
+"""A draft head's LM head that has only the rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def read_token_map(path: str, vocab_size: int) -> Tensor:
 
 
 def head_of_tokens(target: Decoder, facts: ModelFacts, plan: ModelPlan, kernels: Kernels, ids: Tensor) -> LMHead:
-    """Return an LM head with the rows `ids` of the LM head of `target`, read from its checkpoint without quantisation.
+    """Return an unquantised LM head with the rows `ids` of the LM head of `target`, read from the checkpoint.
 
-    Raises `ConfigurationError` if `target` has no such LM head, or an LM head with more than a weight.
+    Raises `ConfigurationError` if `target` has no LM head in a checkpoint, or if the LM head has a bias.
     """
     head, embedding = target.head, target.embedding
     if head is None or embedding is None or plan.load_format == "dummy" or head.has_bias or head.unit:

@@ -213,14 +213,14 @@ class LoadedWeights:
         return in_files and not self.is_changing and not self.unset
 
     def experts_moved(self) -> None:
-        """Forget which tensors this rank has, because experts have moved. Call this while `is_changing` is false."""
+        """Discard what depends on this rank's experts after experts have moved. `is_changing` must be false."""
         self._staged = None
         self._snapshot = None
 
     # --- checks ---
 
     def take_snapshot(self) -> None:
-        """Remember the checksums of all parameters for `compare`."""
+        """Compute the checksums of all parameters, and keep them for `compare`."""
         self._snapshot = checksums(self._model)
 
     def compare(self) -> list[str]:
@@ -313,7 +313,7 @@ class LoadedWeights:
         return WeightSource.of(new_facts, replace(plan, path=path, load_format=load_format or usual))
 
     def _outline(self, source: WeightSource) -> Outline:
-        """Outline the checkpoint's model. Raises CheckpointError if more than weights differs from the loaded one."""
+        """Build the checkpoint's model without weights. Raises CheckpointError unless only its weights may differ."""
         facts, info = source.facts, self._mesh.rank_info
         stage = info.stage_layers(facts.num_layers)
         outline = outline_model(facts, source.plan, self._kernels, self._mesh, stage, info, self._experts)
@@ -344,7 +344,7 @@ class LoadedWeights:
         with torch.inference_mode():
             for modules in prepared_layers(outline, source.plan):
                 if not modules[0][0].startswith("layers."):
-                    outer += modules  # taken later, because blocks of the vocabulary are still packed into them
+                    outer += modules  # moved after blocks of the vocabulary are packed into them
                     continue
                 self._take(ours, [*outer, *modules])
                 outer = []
@@ -393,12 +393,14 @@ def _difference(ours: Decoder, theirs: Decoder) -> str | None:
         mine, yours = vars(own), vars(other)
         for key in (mine.keys() | yours.keys()) - OWN_STATE:
             one, two = mine.get(key), yours.get(key)
-            if isinstance(own, Linear) and key in ("adapters", "row_values"):  # not compared: adapters do not change
+            if isinstance(own, Linear) and key in ("adapters", "row_values"):  # not compared: an update keeps adapters
                 continue
             if isinstance(own, KVScales) and key == "values":  # not compared: read from the checkpoint like weights
                 continue
             if isinstance(own, Embedding) and key == "scale" and one is not None and two is not None:
-                one, two = (torch.tensor(each, dtype=dtype).item() for each in (one, two))  # one may be rounded already
+                one, two = (
+                    torch.tensor(each, dtype=dtype).item() for each in (one, two)
+                )  # either may already be rounded
             if _differ(one, two):
                 return f"{name}.{key} is {_text(two)}, not {_text(one)}"
         tables = dict(other.named_buffers(recurse=False))

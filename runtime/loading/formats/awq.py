@@ -109,7 +109,7 @@ def _for_gemv(stored: Stored, names: tuple[str, str, str], group_size: int, with
 
 
 def add(derived: Derived, name: str, used: Sequence[str], parts: Parts, bits: int) -> None:
-    """Add a weight of integers, dequantised or in its quantisation groups."""
+    """Add an integer weight [O, I], which can be read dequantised, or as codes, scales and shifts per group."""
     size = parts.in_size // parts.groups
 
     def zeros(read: Read) -> Tensor:

@@ -5,8 +5,8 @@
     Q4_K    half d, dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes    d * s * q - dmin * m
     IQ4_NL  like Q4_0, with q looked up in a table
 
-Kinds in FORMS can stay in their quantisation groups; llama.cpp's `gguf` package dequantises all kinds. With NVFP4,
-NAME.scale multiplies NAME.weight. Tensors are renamed as in the model's safetensors files. Three changes of llama.cpp's
+Kinds in FORMS can stay quantised in memory; llama.cpp's `gguf` package dequantises all kinds. With NVFP4, NAME.scale
+multiplies NAME.weight. Tensors are renamed as in the model's safetensors files. Three changes of llama.cpp's
 converter are undone: the rows of q and k in interleaved pairs (Llama), norm weights plus 1 (Gemma), and gate and up in
 one tensor. Source: ggml-quants.h, convert_hf_to_gguf.py.
 """

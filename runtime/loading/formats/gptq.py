@@ -54,11 +54,12 @@ def _numbers(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
 
 
 def _zeros(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
-    """Return the zeros [G, O].
+    """Return the zero points [G, O].
 
-    The first version stores each zero minus 1. Writers subtracted the 1s from whole packed words, so a zero of 0
-    borrows from the next number; this function therefore adds to whole words, except for bit widths whose numbers span
-    two words. For 3 bits, tools write zeros differently, but symmetric rounding always has the zero 4.
+    The first version of the format stores each zero point minus 1. Tools subtract the 1s from whole packed words, so a
+    zero point of 0 borrows from the next number in the word. This function therefore adds the 1s to whole words, except
+    for bit widths whose numbers span two words. For 3 bits, tools pack zero points in different ways; for symmetric
+    quantisation, the function returns the zero point 4 without reading them.
     """
     if _format(fields) != "gptq":
         return _numbers(words, bits, count, fields)

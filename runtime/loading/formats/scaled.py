@@ -1,6 +1,6 @@
 """Weights with separate scales: fp8 (also DeepSeek's blocks), compressed-tensors, ModelOpt's fp8 and int8.
 
-The names and dtypes of the tensors determine the scheme, whatever the configuration calls it:
+The names and dtypes of the tensors determine the scheme; its name in the configuration is ignored:
 
     weight fp8 or int8 [O, I]      with weight_scale or weight_scale_inv per tensor, row, group or block
     weight_packed int32 [O, W]     integers of 1 to 8 bits, offset by half their range; weight_shape. Packed densely, or
@@ -88,7 +88,7 @@ class Schemes(NamedTuple):
     ordered: bool = False  # whether all weights have a `weight_g_idx`
 
     def check(self, grid: tuple[int, ...], shape: tuple[int, ...], name: str) -> None:
-        """Raise CheckpointError if no strategy gives scales of this shape to a weight [O, I]."""
+        """Raise CheckpointError if no strategy of the configuration gives a weight [O, I] scales of shape `grid`."""
         if not self.strategies or len(shape) != 2:
             return
         allowed = {tuple(-(-size // part) for size, part in zip(shape, each, strict=True)) for each in self.blocks}

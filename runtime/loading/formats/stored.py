@@ -33,8 +33,8 @@ class Stored(Tensors, Protocol):
 class DerivedTensor(NamedTuple):
     """One of the model's tensors: its shape, and functions that compute it in float32 from stored tensors.
 
-    `make_grouped` returns some rows of a weight with 4 to 8 bits in groups of consecutive inputs
-    (`ops/matmul/grouped.py`). A tensor with `make_rows` is never in memory as a whole.
+    `make_grouped` returns some rows of a weight as 4-bit to 8-bit codes with a scale for each group of consecutive
+    inputs (`ops/matmul/grouped.py`). A tensor with `make_rows` is dequantised by rows, never as a whole.
     """
 
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class QuantizedTensors:
             self._derived: Derived = form.derive(stored, fields)
         derived = self._derived
         plain = {name: name for name in stored.shapes if name not in derived.used | derived.renamed.keys()}
-        # The model's name -> stored name.
+        # Tensors that are read unchanged: the model's name -> stored name.
         self._plain = plain | {ours: name for name, ours in derived.renamed.items()}
         self.forms = {name: each.form for name, each in derived.tensors.items() if each.form is not None}
         self._kept: Mapping[str, GroupForm] = {}
