@@ -46,7 +46,7 @@ class Option:
 
 
 class Options:
-    """All options of a class whose fields are group dataclasses, indexed by all their spellings."""
+    """All options that a class such as `Args` declares, indexed by name, Python keyword and flag."""
 
     def __init__(self, args_class: type) -> None:
         self._by_name: dict[str, Option] = {}

@@ -127,7 +127,8 @@ class SchedulerPlan(Section):
     # A request interrupts a running one if its priority is higher by more than this.
     preemption_threshold: int = 10
     max_new_sequences: int | None = None  # new sequences per step; None: no limit
-    max_forced: int = 0  # maximum number of forced tokens appended at once; 0: sample every token
+    # Maximum number of forced tokens (the only tokens that a grammar allows) appended at once; 0: sample every token.
+    max_forced: int = 0
     # Forced tokens are appended if they save at least `forced_share` * (number of running rows) decode rows.
     forced_share: float = 0.0
     max_drafts: int = 0  # maximum number of draft tokens per row; 0: no speculation
@@ -137,8 +138,8 @@ class SchedulerPlan(Section):
     draft_topk: int = 1  # number of alternative ids that a draft model or head proposes for each draft token
     max_tree_drafts: int = 0  # maximum number of draft tokens from a draft model per row, including alternatives
     max_lookup_ids: int = 0  # maximum number of draft tokens from prompt lookup per row, including alternatives
-    # Minimum factor by which draft tokens must speed up decoding (in tokens per second). If they do not, steps have
-    # none. None: steps always have draft tokens.
+    # Minimum factor by which draft tokens must speed up decoding (in tokens per second). While the factor is lower,
+    # steps have no draft tokens. None: steps always have draft tokens.
     min_draft_gain: float | None = None
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
     # Whether `overlap_drafts` also applies to sampled sequences, whose random numbers depend on the output position.

@@ -17,8 +17,8 @@ class QuantizationEntry:
     file: str  # module in runtime/layers/quantization
     on_gpu: str | None = None  # module in ops/matmul for GPUs; None: not supported on GPUs
     matmul: str | None = None  # module in ops/matmul for CPUs; None: the module for unquantised weights
-    # Whether the method rounds only unquantised checkpoints. The format of a quantised checkpoint must then agree with
-    # the method's name.
+    # Whether the method rounds only unquantised checkpoints. With a quantised checkpoint, the method's name is then
+    # accepted only if it names the checkpoint's format.
     only_unquantized: bool = False
 
 

@@ -26,7 +26,9 @@ def balanced(
     num_groups: int = 1,
     algorithm: str = "auto",
 ) -> dict[int, list[int]]:
-    """Return the expert of each slot of each layer. `loads` has the number of tokens of each expert, [X], by layer.
+    """Return, for each layer, the expert in each slot (see `placement`).
+
+    `loads` maps each layer to the number of tokens per expert, [X].
 
     "auto" means hierarchical if the number of nodes divides the numbers of expert groups and ranks.
     """
@@ -39,7 +41,7 @@ def balanced(
 
 
 def place_experts(weight: Loads, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Numbers:
-    """Return the expert of each slot, [L, num_slots], for the loads [L, X].
+    """Return the expert in each slot, [L, num_slots]. `weight` has the load of each expert, [L, X].
 
     Raises ValueError if groups, nodes, ranks and slots do not divide evenly.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from runtime.errors import InvalidRequest
 
 MAX_FRAME_PIXELS = 2**26  # limit for any frame, regardless of the options
-MAX_DECODE_S = 60.0  # a file that takes longer is refused; a tiny file may decode to hours
+MAX_DECODE_S = 60.0  # a file that takes longer is refused; even a tiny file may contain hours of video or audio
 # FFmpeg's name of a format -> function that tells whether a file's first bytes belong to it. FFmpeg must not guess the
 # format, because it would also accept playlists, which name other files and hosts.
 FORMATS: dict[str, Callable[[bytes], bool]] = {

@@ -22,7 +22,7 @@ class EncodedBlock(NamedTuple):
     vectors: NDArray[np.float32]  # [N, W]
     grids: Mapping[str, Any]  # tensors with the size of the image or video, which determine its positions
     kind: Kind = "image"
-    types: NDArray[np.int64] | None = None  # [N], token types for positions; None: the type of the kind
+    types: NDArray[np.int64] | None = None  # [N], token types for positions; None: `placement.TYPES[kind]` for all
 
     @property
     def nbytes(self) -> int:

@@ -86,9 +86,9 @@ def place(
 ) -> tuple[tuple[int, ...], PromptMedia]:
     """Return the prompt's ids and its media.
 
-    `positions` computes positions with three axes; None: positions have one axis. `blocks` must be in prompt order. Ids
-    of their tokens that are outside of the vocabulary become 0; no layer reads them. Raises `InvalidRequest` if the
-    text itself contains media tokens.
+    `positions` computes positions with three axes; None: positions have one axis. `blocks` must be in prompt order.
+    `mutual` says whether the tokens of one image attend to each other. Media token ids outside of the vocabulary become
+    0, because no layer reads them. Raises `InvalidRequest` if the text itself contains media tokens.
     """
     array = np.asarray(ids, np.int64)
     media_ids = np.unique(np.concatenate([block.token_ids[block.is_media] for block in blocks]))

@@ -1,6 +1,6 @@
-"""Turns images, videos and audio of requests into vectors.
+"""Turns images, videos and audio of requests into vectors. Reads, decodes and encodes them outside of the event loop.
 
-Reads, decodes and encodes them outside of the event loop.
+In this module, "image" also stands for a video or audio.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MediaPreparer:
         self._fetches = FairSlots(max(1, min(MAX_FETCHES, MAX_HELD_BYTES // plan.max_bytes)))
         self._held_bytes = 0  # bytes of images in requests that are not encoded yet
         self._num_counted = 0  # number of calls that are counting tokens
-        self._calls = itertools.count(1)  # numbers of these calls, with which they take turns
+        self._calls = itertools.count(1)  # numbers these calls, so that they take turns
         self._media_tokens: dict[Kind, MediaTokens] = {}
         self._encoder = anyio.CapacityLimiter(1)
         self._threads = anyio.CapacityLimiter(plan.num_threads)
@@ -152,7 +152,7 @@ class MediaPreparer:
         check_counts(sources, self.plan.limits)
 
     def check_space(self, num_bytes: int, retry_after_s: int = 1) -> None:
-        """Raise `Overloaded` if images of this size do not fit beside the waiting ones."""
+        """Raise `Overloaded` if these bytes and those of all waiting images together exceed `MAX_HELD_BYTES`."""
         if num_bytes and self._held_bytes + num_bytes > MAX_HELD_BYTES:
             raise Overloaded("Too many images are waiting.", retry_after_s=retry_after_s)
 
@@ -186,7 +186,9 @@ class MediaPreparer:
         return [block for block in blocks if block is not None]
 
     async def expand(self, text: str, sources: Sequence[MediaSource], client: str) -> str:
-        """Return the text with its images' tokens, to count the tokens. The images are not encoded.
+        """Return the text with each placeholder replaced by its image's text, for a caller that counts tokens.
+
+        The images are not encoded.
 
         Raises `Overloaded` if too many images or calls wait.
         """
@@ -208,7 +210,7 @@ class MediaPreparer:
         return expanded(text, self.placeholders, texts)[0]
 
     def expanded(self, text: str, blocks: Sequence[EncodedBlock]) -> tuple[str, list[EncodedBlock]]:
-        """Return the text with the tokens of the blocks, and the blocks in prompt order."""
+        """Return the text with each placeholder replaced by its block's text, and the blocks in prompt order."""
         items: list[tuple[Kind, str]] = [(block.kind, block.text) for block in blocks]
         text, order = expanded(text, self.placeholders, items)
         return text, [blocks[index] for index in order]
@@ -216,7 +218,7 @@ class MediaPreparer:
     def expanded_ids(
         self, ids: Sequence[int], placeholders: Mapping[Kind, int | None], blocks: Sequence[EncodedBlock]
     ) -> tuple[tuple[int, ...], list[EncodedBlock]]:
-        """Return the ids with the tokens of the blocks in place of placeholders, and the blocks in prompt order."""
+        """Return the ids with each placeholder replaced by its block's tokens, and the blocks in prompt order."""
         known: dict[Kind, int] = {}
         kinds: set[Kind] = {block.kind for block in blocks}
         for kind in kinds:
@@ -332,7 +334,7 @@ class MediaPreparer:
     async def _decoded(
         self, source: MediaSource, asker: Asker, wanted: Callable[[], bool] = lambda: True
     ) -> AsyncIterator[tuple[Any, bytes]]:
-        """Read and decode an image. Hold a worker slot while the caller continues to work on it."""
+        """Yield a decoded image and its digest. A worker slot is held until the context ends."""
         fetched = source.form == "url"
         async with self._fetches.slot(asker) if fetched else nullcontext():
             content = await self._fetcher.read(source) if fetched else None
@@ -349,8 +351,8 @@ class MediaPreparer:
                 return known
             pending = self._pending.get(digest)
             if pending is None:
-                # A separate task, because other requests may wait for the same image. It holds the slot until its end,
-                # even if this request fails before.
+                # A separate task encodes the image, because other requests may wait for the same image. The task holds
+                # the worker slot until it ends, even if this request is cancelled before.
                 pending = asyncio.ensure_future(self._computed(image, digest, source, slot.pop_all()))
                 self._pending[digest] = pending
                 pending.add_done_callback(lambda done: self._forget(digest, done))
@@ -360,7 +362,7 @@ class MediaPreparer:
         if self._pending.get(digest) is done:
             del self._pending[digest]
         if not done.cancelled():
-            done.exception()  # raised in the requests that wait for it
+            done.exception()  # marks the error as handled; the waiting requests raise it
 
     async def _computed(self, image: Any, digest: bytes, source: MediaSource, slot: AsyncExitStack) -> EncodedBlock:
         async with slot:
@@ -371,7 +373,7 @@ class MediaPreparer:
         process = self._processors.process
         processed = await self._thread(process, source.kind, image, source.options, source.param)
         num_tokens = processed.inputs["input_ids"].shape[1]
-        if num_tokens > self._context_length:  # the encoder would work for nothing
+        if num_tokens > self._context_length:  # checked before the encoder does the work
             raise ContextOverflow.of_input(num_tokens, self._context_length, source.param)
         began = time.monotonic()
         try:
@@ -391,7 +393,7 @@ class MediaPreparer:
             source.kind,
             None if types is None else types[0].numpy().astype(np.int64)[encoded.is_media],
         )
-        if tower is self._tower:  # otherwise its weights were replaced meanwhile
+        if tower is self._tower:  # not the case if `reload` has replaced the weights meanwhile
             self.cache.put(block)
         return block
 

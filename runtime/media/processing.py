@@ -65,7 +65,7 @@ class _Recording:
 
 
 class Processors:
-    """Private copies of a processor: one for each thread that uses it at the same time."""
+    """Copies of a model's processor: one for each thread that processes at the same time."""
 
     def __init__(self, path: str, model_type: str, num_copies: int, *, fast: bool = True) -> None:
         """Load the processor. Raises CheckpointError if transformers or a required library is missing."""
@@ -185,7 +185,7 @@ def _part_of(processor: Any, kind: Kind) -> Any:
 
 
 def trial(kind: Kind, sampling_rate: int) -> Any:
-    """Return a decoded item for trials."""
+    """Return a small decoded image, video or audio, with which the processor and the encoder are tried."""
     import numpy as np
     from PIL import Image
 
@@ -242,7 +242,7 @@ def _make(path: Path, model_type: str, *, fast: bool) -> Any:
             arguments.append(AutoImageProcessor.from_pretrained(path, local_files_only=True, **options))
         else:
             arguments.append(_optional(name, path))
-    # The real class requires every part.
+    # The processor's own class requires all parts; this subclass accepts missing parts.
     lenient = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, value: None})
     own, _ = kind.get_processor_dict(str(path), local_files_only=True)
     for name in names:

@@ -24,7 +24,7 @@ from runtime.media.sounds import decode_audio
 logger = logging.getLogger("penstock.media")
 
 MAX_WAITING = 64
-WINDOW_S = 30  # in longer audio, the model finds its position by timestamps
+WINDOW_S = 30  # default length of the model's window; in longer audio, the model finds its position by timestamps
 
 
 class Segment(NamedTuple):
@@ -183,7 +183,8 @@ class Transcriber:
                 ids = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
             except ValueError as error:
                 raise InvalidRequest("prompt must not contain special tokens.", param="prompt") from error
-            most = self._model.config.max_target_positions // 2 - 1  # like OpenAI's: the end of the prompt counts
+            # As in OpenAI's Whisper, only the end of a long prompt is used.
+            most = self._model.config.max_target_positions // 2 - 1
             if len(ids) > most:
                 ids = ids[[0, *range(len(ids) - most + 1, len(ids))]]  # the first id marks the beginning of a prompt
             options["prompt_ids"] = ids.to(self._model.device)

@@ -31,7 +31,8 @@ class Turns:
             return
         self._may_run[1 - number].release()
         self._may_run[number].acquire()
-        # Only now: on a GPU, this makes the stream wait, which both threads share. The other thread enqueues first.
+        # On a GPU, this call makes the stream wait. Both threads share the stream, so the other thread must first have
+        # enqueued its work.
         work.wait()
 
     def leave(self, number: int) -> None:

@@ -159,10 +159,10 @@ class Decoder(nn.Module):
 
 
 def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped], count: int) -> Tensor:
-    """Return the states of the first `count` tokens that a draft head reads.
+    """Return the states that a draft head reads, for the first `count` tokens.
 
-    They are the joined inputs of the tapped layers or, if no layer is tapped, the final hidden states, taken from
-    `hidden` [T, E] with T >= count.
+    The states are the joined inputs of the tapped layers or, if no layer is tapped, the final hidden states, taken
+    from `hidden` [T, E] with T >= count.
     """
     if not tapped:
         return hidden[:count]

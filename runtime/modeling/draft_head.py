@@ -1,8 +1,8 @@
 """Draft heads: layers that propose draft tokens from the hidden states of the target model (EAGLE, NEXTN).
 
 At position q, a head reads the target model's *state* at q and the token at q + 1, and computes a hidden state from
-which the token at q + 2 is chosen. To propose further tokens, the head reads its own state instead of the target's. It
-uses the target's embedding, and the target's LM head unless its own checkpoint has one.
+which the token at q + 2 is chosen. To propose further tokens, the head reads its own state instead of the target's. The
+head uses the target's embedding, and the target's LM head unless the head's checkpoint has an LM head.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class DraftHead(Decoder):
 
 
 class Joined(nn.Module):
-    """A first layer that concatenates the token's embedding and the state, projects them, and runs a usual layer.
+    """First layer of a head: concatenate the token's embedding and the state, project them, and run a decoder layer.
 
     With `state_first`, the state comes before the embedding.
     """
@@ -139,7 +139,7 @@ class Joined(nn.Module):
 
 
 class WideAttentionLayer(nn.Module):
-    """EAGLE-3's layer. Attention reads the normalised token vector and state, joined; the state is the residual."""
+    """EAGLE-3's layer. Attention reads the joined normalised token vector and state. The residual is the state."""
 
     def __init__(
         self, token_norm: Norm, state_norm: Norm, attention: nn.Module, mlp_norm: Norm, mlp: nn.Module, build: Build

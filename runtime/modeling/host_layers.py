@@ -93,7 +93,10 @@ def _aligned(size: int) -> int:
 
 
 def _moved(tensor: Tensor, memory: Tensor, first: int) -> Tensor:
-    """Return a tensor like this one, whose storage is `memory`, `first` bytes after its place in the old storage."""
+    """Return a tensor with the same shape, strides and attributes in the storage of `memory`.
+
+    `first` is the number of bytes by which its offset in `memory` exceeds its offset in the old storage.
+    """
     start = first // tensor.element_size() + tensor.storage_offset()
     moved = torch.empty(0, dtype=tensor.dtype, device=memory.device)
     moved.set_(memory.untyped_storage(), start, tensor.shape, tensor.stride())

@@ -43,7 +43,7 @@ def ernie4_5_moe(config: Config, build: Build) -> Decoder:
 def has_experts(config: Config, index: int) -> bool:
     """Whether layer `index` has experts.
 
-    Between `moe_layer_start_index` and `moe_layer_end_index`, every `moe_layer_interval`-th layer has.
+    From `moe_layer_start_index` to `moe_layer_end_index`, every `moe_layer_interval`-th layer has experts.
     """
     last = config.values.get("moe_layer_end_index")
     last = config.num_layers - 1 if last in (None, -1) else config.integer("moe_layer_end_index", low=0)

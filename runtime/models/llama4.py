@@ -33,7 +33,8 @@ NAMES = ExpertNames(
 def decoder(config: Config, build: Build) -> Decoder:
     """Build Llama 4.
 
-    The layers in `moe_layers` have experts or, if it is missing, every `interleave_moe_layer_step`-th layer.
+    The layers that `moe_layers` lists have experts. If `moe_layers` is missing, every `interleave_moe_layer_step`-th
+    layer has experts.
     """
     step, sparse = config.integer("interleave_moe_layer_step"), config.values.get("moe_layers")
     if sparse is None:

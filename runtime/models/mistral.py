@@ -18,7 +18,8 @@ NAMES = ExpertNames(gate="experts.{}.w1.weight", up="experts.{}.w3.weight", down
 def mistral(config: Config, build: Build) -> Decoder:
     """Build Mistral or Ministral.
 
-    The sliding layers in `layer_types` or, if it is missing, all layers have a window of `sliding_window` positions.
+    The sliding layers that `layer_types` lists have a window of `sliding_window` positions. If `layer_types` is
+    missing, all layers have this window.
     """
     windows, scale = config.windows(["sliding_attention"] * config.num_layers), query_scale(config, build)
 

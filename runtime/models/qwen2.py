@@ -70,7 +70,7 @@ def qwen2_moe(config: Config, build: Build) -> Decoder:
 
 
 def has_experts(config: Config, index: int) -> bool:
-    """Whether layer `index` has experts. Every `decoder_sparse_step`-th layer has, except for `mlp_only_layers`."""
+    """Whether layer `index` has experts: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(each) is int for each in dense):
         raise config.wrong("mlp_only_layers", "a list of layer numbers")

@@ -48,7 +48,10 @@ def entry(architecture: str) -> Entry:
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
-    """Return the first supported architecture that config.json lists or, if none is supported, the first one."""
+    """Return the first supported architecture in config.json's list or, if none is supported, the list's first entry.
+
+    Raises CheckpointError if config.json has no valid list.
+    """
     names = values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError("config.json: architectures must be a list with the model's class name.")

@@ -13,8 +13,8 @@ from runtime.modeling.layer import Layer
 def decoder(config: Config, build: Build) -> Decoder:
     """Build SmolLM3.
 
-    `no_rope_layers` holds 1 for layers with rotary embedding, and 0 for layers without. The layers without may have a
-    window.
+    `no_rope_layers` holds 1 for layers with rotary embedding, and 0 for layers without it. Layers without rotary
+    embedding may have a window.
     """
     interval = config.optional_integer("no_rope_layer_interval") or 4
     rotates = config.values.get("no_rope_layers")

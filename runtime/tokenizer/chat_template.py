@@ -107,7 +107,7 @@ class ChatTemplate:
                     parts = self._render(name, {**context, "add_generation_prompt": add_generation_prompt})
             except _CannotRender as error:
                 if _on_loop():
-                    raise TakesLong(error.message, param="messages") from error  # a retry in a thread tries other forms
+                    raise TakesLong(error.message, param="messages") from error  # the caller renders again in a thread
                 failure = failure or error
                 continue
             if check is not None:

@@ -17,8 +17,8 @@ class IncrementalDecoder:
     """Decodes the output tokens of one choice as they arrive.
 
     The joined texts of all calls of `push` and `flush` equal the text of prompt and output minus the text of the
-    prompt. They do not depend on how the ids are divided among the calls. If the output completes a character that
-    began in the prompt, the whole character is returned.
+    prompt, however the ids are divided among the calls. If the output completes a character that began in the prompt,
+    the whole character is returned.
 
     `token_bytes` is None for tokenizers whose decoder looks at neighbouring tokens. With `skip_special_tokens`, the
     special tokens in `shown_special_ids` are still shown. `spaces_between_special_tokens` has no effect, because no
@@ -76,7 +76,7 @@ class IncrementalDecoder:
         return self._without_shared(text) if self._shared else text
 
     def _begin(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of ids at the beginning of a text. The first token with text may lose its leading space."""
+        """Return the bytes of the first ids of a text. The first token with text may lose its leading space."""
         if self._token_bytes is None:
             return b""
         for index, token_id in enumerate(ids):

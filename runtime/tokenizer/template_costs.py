@@ -32,7 +32,7 @@ def _text_size(value: Any) -> int:
 
 def product_cost(left: Any, right: Any) -> float:
     if isinstance(left, int) and isinstance(right, int):
-        return min(left.bit_length(), right.bit_length()) ** 2  # an estimate of the time, not of the bytes
+        return min(left.bit_length(), right.bit_length()) ** 2  # here an estimate of the time, in place of bytes
     if isinstance(left, int):
         left, right = right, left
     return float(size_of(left)) * max(right, 0) if isinstance(right, int) else 0

@@ -1,8 +1,8 @@
 """Limit the processor time and the memory of rendering a chat template.
 
 A template comes with a checkpoint, but clients choose the data that it loops over and writes. Therefore every loop,
-call, filter and operator that can create a large value is metered: the size of its result is estimated before it runs,
-and billed after it has run.
+call, filter and operator that can create a large value is metered: before it runs, the size of its result is estimated;
+after it has run, the size of its result is subtracted ("billed") from the remaining bytes.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Words:
                 ids[index].append(token_id)
         new = {word: tuple(word_ids) for word, word_ids in zip(words, ids, strict=True)}
         if len(self._ids) + len(new) > MAX_WORDS:
-            self._ids = {}  # frequent words are soon cached again
+            self._ids = {}  # empty the full cache; frequent words are soon cached again
         self._ids.update((word, word_ids) for word, word_ids in new.items() if len(word) <= MAX_WORD_CHARS)
         return new
 

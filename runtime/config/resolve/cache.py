@@ -17,7 +17,7 @@ PAGE_SIZE = 16
 LOCAL_HOST = "127.0.0.1"
 SHARE_OF_FREE_MEMORY = 0.3
 FLOAT8 = {"fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
-E4M3_CAPABILITY = (8, 9)  # compute capability; below it Triton lacks e4m3
+E4M3_CAPABILITY = (8, 9)  # lowest compute capability for which Triton supports e4m3
 
 
 def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts) -> CachePlan:
@@ -56,7 +56,8 @@ def _prefix_cache(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
 def _swap_space(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Decision[float]:
     """Decide the swap space, and refuse one that is larger than host memory.
 
-    Whether the cache has a separate pool for sliding-window layers is not known yet, so the replica checks it later.
+    Swap space also depends on whether the cache has a separate pool for sliding-window layers. This is not known yet;
+    the replica checks it later.
     """
     asked, parallel = builder.args.cache.swap_space, builder.args.parallel
     copies = 1 if parallel.enable_dp_attention else parallel.dp_size
@@ -107,7 +108,7 @@ def _host_layout(builder: PlanBuilder) -> Decision[str]:
 
 
 def _role_flag(builder: PlanBuilder) -> str | None:
-    """Return the option that separates prompts from outputs, or None if each replica does both."""
+    """Return the option that separates prefill from decode, or None if each replica does both."""
     args = builder.args.disaggregation
     if args.disaggregation_prefill_replicas:
         return "--disaggregation-prefill-replicas"
@@ -143,7 +144,7 @@ def _prefill_replicas(builder: PlanBuilder) -> dict[str, Decision[Any]]:
 
 
 def plan_of_replica(plan: Plan, index: int) -> Plan:
-    """Return the plan of one replica. With prefill replicas, they offer their pages and decode replicas read them."""
+    """Return the plan of replica `index`. Prefill replicas offer their KV cache pages; decode replicas read them."""
     num_prefill = plan.parallel.prefill_replicas
     if not num_prefill:
         return plan
@@ -198,7 +199,7 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
 
 
 def _check_counterparts(builder: PlanBuilder) -> None:
-    """Refuse options if they say that the other servers have other parallel sizes than this server."""
+    """Refuse options that state parallel sizes of the other servers which differ from this server's sizes."""
     args, parallel = builder.args.disaggregation, builder.args.parallel
     sizes = {
         "disaggregation_decode_tp": (args.disaggregation_decode_tp, parallel.tp_size, "--tp-size"),

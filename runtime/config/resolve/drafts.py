@@ -14,8 +14,7 @@ from runtime.errors import ConfigurationError
 MAX_DRAFTS = 8  # maximum draft tokens of prompt lookup per sequence
 MODEL_DRAFTS = 4  # maximum draft tokens of a draft model per sequence
 STEP_DRAFTS = 256  # maximum draft tokens per step, because rows without draft tokens wait for the step
-# Maximum draft tokens of a draft model per step on a CPU. With more, steps take longer with each token that they
-# verify.
+# Maximum draft tokens of a draft model per step on a CPU. Above this number, each further token makes a step longer.
 MODEL_STEP_DRAFTS = 16
 DEMO_HEAD = "draft_head"  # folder of the draft head in the demo model's folder
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")  # algorithms with layers that read the model's hidden states

@@ -18,8 +18,9 @@ _CAPTURING = (
     "enable_cudagraph_gc",
 )
 _CAPTURING_PROMPTS = ("piecewise_cuda_graph_max_tokens", "piecewise_cuda_graph_tokens")
-_MAX_PROMPT_TOKENS = 2048  # upper bound on the default limit; larger steps take longer to compute than to launch
-_UNKNOWN_TOKENS = 256  # default limit if the number of weights is unknown
+# Most tokens of a step with prompts that is captured by default. Larger steps take longer to compute than to launch.
+_MAX_PROMPT_TOKENS = 2048
+_UNKNOWN_TOKENS = 256  # the same limit if the model's number of weights is unknown
 
 
 def graph_plan(
@@ -37,7 +38,7 @@ def graph_plan(
     """Plan CUDA graphs and torch.compile. A step has at most `step_tokens` tokens.
 
     A model `by_transformers` has no graphs, because its modules may read tensors on the host. A model with recurrent
-    layers cannot be compiled, because these layers read the spans of a step on the host, except in captured steps.
+    layers cannot be compiled, because outside of captured steps these layers read each row's token range on the host.
     """
     foreign = (
         "transformers' modules compute this model, and their code may not allow a capture" if by_transformers else ""
@@ -192,11 +193,14 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: 
 
 
 def within(plan: GraphPlan, max_running: int) -> Buckets:
-    """Return the planned sizes, limited to `max_running`: the sequences that fit into the KV pool + draft tokens."""
+    """Return the planned sizes of decode steps. Sizes above `max_running` are replaced by `max_running`.
+
+    `max_running` is the number of sequences that fit into the KV cache plus the maximum number of draft tokens.
+    """
     sizes = {min(size, max_running) for size in plan.sizes}
     return Buckets(tuple(sorted(sizes)), plan.padding)
 
 
 def prompts_of(plan: GraphPlan) -> Buckets:
-    """Return the planned numbers of tokens of steps with prompts."""
+    """Return the numbers of tokens for which steps with prompts are captured."""
     return Buckets(tuple(plan.prompt_sizes))

@@ -24,7 +24,8 @@ from runtime.config.plan import CachePlan, KernelPlan, Plan
 from runtime.config.quantization import GROUPED, METHODS, TORCHAO
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
-# dtype -> sets of x86 processor flags. Without all flags of one set, oneDNN refuses the dtype or is slow.
+# dtype -> sets of x86 processor flags. A processor without all flags of at least one set cannot use oneDNN for the
+# dtype, or is slow with it.
 ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "float32": (frozenset({"avx2", "fma"}),),
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
@@ -35,7 +36,7 @@ CPP_NEEDS: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset({"avx2", "fma"}),
     "aarch64": frozenset({"asimd"}),
 }
-MAX_RELOADED_BYTES = 1 << 30  # maximum size of the weight files for a compilation in the background
+MAX_RELOADED_BYTES = 1 << 30  # larger models are not compiled in the background, which loads the weights twice
 # SGLang's defaults of options that set a value for one backend. These values are accepted with every backend.
 ORIGINAL_DEFAULTS: Mapping[str, int] = {"triton_attention_num_kv_splits": 8}
 # Operations that torch.compile fuses better than hand-written kernels do.
@@ -114,7 +115,7 @@ def _must_wait(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: 
         return "as asked"
     if not 0 < facts.weight_bytes <= MAX_RELOADED_BYTES:
         return f"the weights are loaded once more, which is done up to {MAX_RELOADED_BYTES >> 20} MiB"
-    once = {  # features with state in the first executor, which a second executor would lack
+    once = {  # features that keep state in the executor; after compilation, a new executor would lack this state
         "several ranks or replicas": parallel.ranks * parallel.copies > 1,
         "adapters": plan.lora.enabled,
         "a draft model": plan.draft.algorithm is not None,
@@ -263,7 +264,7 @@ def _chosen(
 
 
 def _experts(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts, otherwise: str) -> str:
-    """Return the file that computes experts: of the requested backend, else `otherwise`."""
+    """Return the file that computes experts: the requested backend's file, or `otherwise` if none is requested."""
     asked = builder.args.moe.moe_runner_backend
     if asked not in EXPERTS:
         return otherwise
@@ -286,7 +287,7 @@ def _experts(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: Mod
 def _small_operations(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the file of each operation without an option, and the reasons."""
+    """Return (operation -> file, reasons) for the operations that have no option of their own."""
     unmet = _unmet(SMALL, machine, gpu)
     file = next(backend.file for name, backend in SMALL.items() if name not in unmet)
     choices: dict[str, str] = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), file)

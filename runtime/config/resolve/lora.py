@@ -9,7 +9,8 @@ from runtime.config.plan import AdapterSource, KernelPlan, LoraPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 LEAST_MAX_RANK = 16
-# Fused layers and their sub-layers. If --lora-target-modules names one, it includes the other.
+# Fused layer -> its sub-layers. In --lora-target-modules, a fused layer includes its sub-layers, and a sub-layer
+# includes the fused layer.
 _FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),

@@ -17,7 +17,7 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
 MAX_TABLE_SHARE = 0.1  # maximum share of the device's memory for rotary tables
-_PROMISES = ("enable_deterministic_inference", "rl_on_policy_target")  # options that promise independent results
+_PROMISES = ("enable_deterministic_inference", "rl_on_policy_target")  # promise results independent of other requests
 REFUSED = Decision("cpu", "the requested value cannot be used")
 _SEED_OPTIONS = ("seed_instance_ip", "seed_instance_service_port", "send_weights_group_ports")
 _OTHER_DEVICES = {
@@ -178,7 +178,7 @@ def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:
 
 
 def _seed_group_ports(builder: PlanBuilder, facts: ModelFacts) -> Decision[tuple[int, ...] | None]:
-    """Decide the ports of the running server that sends its weights. Refuse models and options without this support."""
+    """Decide the ports of the running server that sends its weights. Refuse models that do not support this."""
     model, ranks = builder.args.model, builder.args.parallel.tp_size * builder.args.parallel.pp_size
     prefix = "remote_instance_weight_loader_"
     address, port, ports = (f"{prefix}{end}" for end in _SEED_OPTIONS)

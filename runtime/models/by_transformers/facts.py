@@ -207,7 +207,7 @@ def _cached_sizes(encoded: str) -> ModelSizes:
 
 
 def _encoder_sizes(name: str, config: Any, text: Any) -> ModelSizes:
-    """Return the sizes of a classifier or encoder. Sizes that describe a cache are 1, because it needs none."""
+    """Return the sizes of a classifier or encoder. Sizes that describe a KV cache are 1, because there is no cache."""
     sizes = {each: getattr(text, each, None) for each in ("hidden_size", "vocab_size")}
     if not all(isinstance(size, int) for size in sizes.values()):
         raise CheckpointError(f"config.json: {name} must have a hidden_size and a vocab_size.")

@@ -53,7 +53,7 @@ def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
 
 
 def check_inputs(batch: ForwardBatch) -> None:
-    """Raise `RuntimeError` for inputs that transformers' modules do not read. Adapters are allowed (hooks)."""
+    """Raise `RuntimeError` for inputs that transformers' modules ignore. Adapters are allowed; hooks apply them."""
     if not replace(batch, row_values={}).is_plain or not batch.row_values.keys() <= {ADAPTER}:
         raise RuntimeError("A model run by transformers accepts only token ids and one-axis positions.")
 

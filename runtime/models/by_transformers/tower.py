@@ -162,8 +162,8 @@ class MediaTower(nn.Module):
     def try_out(self, inputs: Mapping[str, Any], name: str, kind: str = "images") -> bool:
         """Encode a trial image, video or audio between two text tokens.
 
-        Return whether its tokens attend to each other. Raises CheckpointError if the language model needs more than
-        embeddings and positions on three axes. `kind` is the word for the input in error messages.
+        Return whether the tokens of the item attend to each other. Raises CheckpointError if the language model needs
+        more than embeddings and positions on three axes. `kind` is the word for the input in error messages.
         """
         rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
         sections = rope.get("mrope_section") or rope.get("xdrope_section") or ()
