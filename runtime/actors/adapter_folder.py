@@ -15,19 +15,23 @@ from runtime.loading.checkpoint import locate
 
 logger = logging.getLogger("penstock.core")
 
-REFRESH_S = 30.0  # minimum time between two listings of a store
+REFRESH_S = 30.0  # minimum time between two listings of an object store
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
 class AdapterFolder:
-    """Finds adapters by name in a local folder or in a folder of a store (`s3://bucket/folder`).
+    """Finds adapters by name in a local folder or in a folder of an object store (`s3://bucket/folder`).
 
-    A name cannot lead out of the folder, and symbolic links are not followed. A store is listed at the start, and after
-    that at most every `REFRESH_S` seconds, so unknown names cause little traffic.
+    Names with path separators and symbolic links are rejected, so a name cannot reach files outside the folder. An
+    object store is listed at the start, and then at most every `REFRESH_S` seconds, so unknown names cause little
+    traffic.
     """
 
     def __init__(self, path: str, download_dir: str | None) -> None:
-        """Adapters of a store are copied to `download_dir`. If it is None, they are copied to the user's cache."""
+        """Create the finder.
+
+        Adapters of an object store are copied to `download_dir`, or to the user's cache if it is None.
+        """
         self.path = path
         self._download_dir = download_dir
         self._in_store: frozenset[str] = frozenset()
@@ -35,12 +39,12 @@ class AdapterFolder:
         self._listing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """List the store. Raises CheckpointError if it cannot be read."""
+        """List the object store, if `path` names one. Raises CheckpointError if it cannot be read."""
         if remote.is_url(self.path):
             await self._list()
 
     def find(self, name: str) -> str | None:
-        """Return the path or URL of the adapter with this name, or None."""
+        """Return the path or URL of the adapter with this name, or None if the folder has no such adapter."""
         if not _NAME.fullmatch(name):
             return None
         if not remote.is_url(self.path):
@@ -53,9 +57,9 @@ class AdapterFolder:
         return None
 
     async def fetched(self, path: str) -> str:
-        """Return the local folder of an adapter that `find` returned.
+        """Return the local folder of an adapter, given the path or URL that `find` returned.
 
-        Copies the adapter if necessary. Raises CheckpointError.
+        If the adapter is in an object store, it is copied first. Raises CheckpointError if this fails.
         """
         return await asyncio.to_thread(locate, path, None, self._download_dir) if remote.is_url(path) else path
 

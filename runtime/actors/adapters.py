@@ -1,4 +1,4 @@
-"""The LoRA adapters that the engine serves: their names, their users, and which of them are in host memory."""
+"""The LoRA adapters that the engine serves: their names, their requests, and which of them are in host memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OFF = "LoRA adapters are off on this server; start it with --enable-lora."
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An adapter that requests can name, or that was unloaded or replaced and is still in use."""
+    """An adapter that requests can name. An unloaded or replaced adapter keeps its entry while requests use it."""
 
     adapter: Adapter
     num_users: int = 0  # requests in the engine that use it
@@ -46,7 +46,7 @@ class _Entry:
     resident: bool = False  # whether all ranks have it in host memory
     num_requests: int = 0
     load_s: float = 0.0
-    measured: bool = False  # whether its weights in host memory depend on the model's weights (DoRA)
+    measured: bool = False  # whether its weights in host memory were computed from the model's weights (DoRA)
     temporary: bool = False  # whether its folder is removed when the adapter is freed
     unused: asyncio.Event = field(default_factory=asyncio.Event)
     fetching: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the adapter is copied from a store
@@ -55,8 +55,8 @@ class _Entry:
 class AdapterRegistry:
     """Loads, names and frees adapters on all ranks of all replicas. Observes requests to count each adapter's users.
 
-    A request keeps the adapter that its name meant when the request was accepted. If the adapter is unloaded or its
-    name is loaded again, such requests finish with the old weights. The old weights are freed afterwards.
+    The name of an adapter is resolved once, when the request is accepted. If the adapter is then unloaded or replaced,
+    the request finishes with the old weights. The old weights are freed when no request uses them.
     """
 
     def __init__(self, plan: LoraPlan, alive: Callable[[], Sequence[SchedulerActor]]) -> None:
@@ -105,7 +105,7 @@ class AdapterRegistry:
                 raise CheckpointError(f"--lora-paths: {error.message}") from error
 
     def new_folder(self, name: str) -> Path:
-        """Return the path for a new folder, to which an adapter from a request can be written."""
+        """Return the path of a new folder for an adapter whose files are sent in a request."""
         self._check_on()
         _check_name(name)
         if self._folders is None:
@@ -156,8 +156,8 @@ class AdapterRegistry:
     async def unload(self, name: str, *, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
         """Refuse new requests for an adapter, wait until its requests have ended, and free it.
 
-        Returns False if the requests did not end within `timeout_s`; the adapter is then freed when they end. Raises
-        `InvalidRequest` if no adapter has this name.
+        Returns False if requests still use the adapter after `timeout_s`. The adapter is then freed when they end.
+        Raises `InvalidRequest` if no adapter has this name.
         """
         self._check_on()
         entry = self._names.pop(name, None)
@@ -191,14 +191,15 @@ class AdapterRegistry:
         return None if self._on_demand is None else self._on_demand.find(name)
 
     def is_ready(self, adapter: Adapter) -> bool:
-        """Return whether an acquired adapter is in host memory."""
+        """Return whether the weights of this adapter are in host memory."""
         entry = self._entry(adapter)
         return entry is not None and entry.resident
 
     async def ready(self, adapter: Adapter) -> None:
-        """Load an acquired adapter into host memory, unless it is there. Waits while all other adapters are in use.
+        """Load an adapter into host memory, if it is not there.
 
-        Raises `InvalidRequest` if the adapter's files do not fit.
+        Waits while there is no room because requests use the others. Raises `InvalidRequest` if the adapter's files do
+        not fit the model.
         """
         if not self.is_ready(adapter):
             await self._fetch(adapter)
@@ -208,7 +209,7 @@ class AdapterRegistry:
                 await self._freed.wait()
 
     async def _fetch(self, adapter: Adapter) -> None:
-        """Copy an adapter from a store to this machine. Raises `Overloaded` if this fails."""
+        """Copy an adapter from an object store to this machine. Raises `Overloaded` if this fails."""
         entry = self._entry(adapter)
         if entry is None or self._on_demand is None:
             return
@@ -221,7 +222,7 @@ class AdapterRegistry:
             entry.adapter = entry.adapter._replace(path=path)
 
     async def _bring_back(self, adapter: Adapter) -> bool:
-        """Load an adapter that requests may name. Return False if there is no room for it."""
+        """Load an adapter into host memory. Return False if there is no room for it."""
         entry = self._entry(adapter)
         if entry is None or entry.resident:
             return True
@@ -247,20 +248,20 @@ class AdapterRegistry:
 
     @property
     def measured(self) -> list[str]:
-        """Names of the adapters in host memory that depend on the model's weights: the first `MAX_LISTED`."""
+        """Names of adapters in host memory that were computed from the model's weights (DoRA), at most `MAX_LISTED`."""
         entries = (*self._names.values(), *self._retired)
         return [entry.adapter.name for entry in entries if entry.resident and entry.measured][:MAX_LISTED]
 
     @property
     def in_use(self) -> list[str]:
-        """Names of the adapters that requests use: the first `MAX_LISTED`."""
+        """Names of the adapters that requests use; at most `MAX_LISTED`."""
         return [name for name, entry in self._names.items() if entry.num_users][:MAX_LISTED]
 
     @property
     def num_requests(self) -> dict[str, int]:
         """Number of requests since the start, by adapter name.
 
-        Contains the `MAX_LISTED` adapters with the most requests.
+        Only the `MAX_LISTED` adapters with the most requests are included.
         """
         counts = {name: entry.num_requests for name, entry in self._names.items() if entry.num_requests}
         return dict(sorted(counts.items(), key=lambda item: -item[1])[:MAX_LISTED])
@@ -297,7 +298,7 @@ class AdapterRegistry:
                 entry.unused.set()
                 self._freed.set()
 
-    # --- parts ---
+    # --- private methods ---
 
     def _check_on(self) -> None:
         if not self._plan.enabled:
@@ -344,17 +345,20 @@ class AdapterRegistry:
         payload = {"id": entry.adapter.id, "path": entry.adapter.path}
         try:
             is_left = entry.measured = any(await self._call("load_adapter", payload))
-            while is_left:  # layer by layer, so that steps can run in between
+            while is_left:  # one layer at a time, so that steps can run in between
                 is_left = any(await self._call("measure_adapter", payload))
         except BaseException:
             with suppress(Exception):  # the first error is more informative
-                await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their part
+                await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their shards
             raise
         entry.resident, entry.load_s = True, time.monotonic() - began_s
         self.load_s.observe(entry.load_s)
 
     async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` under the lock that excludes other loads. Cancelling the caller does not interrupt it."""
+        """Await `work` while holding the lock that excludes other loads.
+
+        Cancelling the caller does not interrupt `work`.
+        """
 
         async def run() -> T:
             async with self._lock:
@@ -363,7 +367,10 @@ class AdapterRegistry:
         return await asyncio.shield(self._kept(asyncio.create_task(run())))
 
     def _kept(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
-        """Keep a reference to a task until it is done. Its exception counts as retrieved."""
+        """Keep a reference to a task until it is done, so that it is not garbage-collected.
+
+        Its exception counts as retrieved, so that asyncio does not log it.
+        """
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_retrieve)
@@ -380,7 +387,7 @@ class AdapterRegistry:
             await asyncio.to_thread(shutil.rmtree, entry.adapter.path, ignore_errors=True)
 
     async def _call(self, verb: str, payload: Mapping[str, Any]) -> list[Any]:
-        """Run a verb (see `runtime.worker.verbs`) on all ranks of all replicas, and return their answers."""
+        """Run a command (see `runtime.worker.verbs`) on all ranks of all replicas, and return their answers."""
         actors = self._alive()
         if not actors:
             raise EngineClosed("No replica is alive.")
@@ -395,10 +402,7 @@ class AdapterRegistry:
         return found
 
     def _retire(self, entry: _Entry) -> asyncio.Task[None]:
-        """Free an adapter that was unloaded or replaced, as soon as no request uses it.
-
-        Return the task that does this.
-        """
+        """Start a task that frees an unloaded or replaced adapter as soon as no request uses it. Return the task."""
         self._retired.add(entry)
 
         async def free() -> None:

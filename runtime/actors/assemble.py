@@ -36,8 +36,8 @@ NOT_LOADED = "the model's image encoder could not be loaded; the server's log sa
 def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tuple[Plan, ModelFacts]:
     """Read the checkpoint's configuration and resolve the plan, before any weights are read.
 
-    Does not import torch. Downloads the checkpoint if the path is a Hub id. Raises `ConfigurationError` with all
-    refused options at once, and `CheckpointError` if the files are not a model.
+    Does not import torch. If the path is a Hub id, the checkpoint is downloaded first. Raises `ConfigurationError` with
+    all refused options at once, and `CheckpointError` if the files are not a model.
     """
     path = check(args, machine, demo_path=demo_path)
     weights = args.model.load_format != "dummy"
@@ -62,9 +62,9 @@ def _with_local_tokenizer(text: TokenizerPlan, args: Args) -> TokenizerPlan:
 
 
 def _with_local_adapters(lora: LoraPlan, args: Args) -> LoraPlan:
-    """Return the plan with all adapters on this machine.
+    """Return a plan in which every adapter is a folder on this machine. Adapters elsewhere are downloaded.
 
-    If no maximum rank is set, use the largest rank of the adapters.
+    If no maximum rank is set, the plan gets the largest rank of the adapters.
     """
     sources = [replace(each, path=locate(each.path, None, args.model.download_dir)) for each in lora.sources]
     ranks = [read_config(Path(source.path)).rank for source in sources]
@@ -72,9 +72,9 @@ def _with_local_adapters(lora: LoraPlan, args: Args) -> LoraPlan:
 
 
 def _with_local_draft(plan: Plan, facts: ModelFacts, args: Args) -> DraftPlan:
-    """Return the plan with the draft model on this machine.
+    """Return a plan in which the draft model is a folder on this machine. Downloads it if necessary.
 
-    Raises `ConfigurationError` if it does not fit the model.
+    Raises `ConfigurationError` if the draft model does not fit the model.
     """
     draft = plan.draft
     if draft.algorithm == "NEXTN" and draft.path is None:
@@ -91,8 +91,9 @@ def _with_local_draft(plan: Plan, facts: ModelFacts, args: Args) -> DraftPlan:
 async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     """Load the tokenizer and the weights of all replicas concurrently, size the KV pools, and build the core.
 
-    Must be called on the event loop. Raises `ConfigurationError` for options that the files rule out, and
-    `EngineFailure` if the system lacks a resource. On failure or cancellation, everything is released.
+    Must be called on the event loop. Raises `ConfigurationError` if an option does not fit the checkpoint, and
+    `EngineFailure` if the system lacks a resource (memory, ports, processes). On failure or cancellation, everything
+    that was started is released.
     """
     began_s = time.monotonic()
     tokenizer: Tokenizer | None = None
@@ -103,7 +104,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
             tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.tokenizer, facts)
 
     endpoint = plan.observe.trace_endpoint
-    # Created first, so that its errors appear immediately.
+    # Traces are created before the replicas, so that a wrong endpoint or a missing package is reported immediately.
     traces = RequestTraces(endpoint) if endpoint is not None else None
     replicas: list[Replica] = []
     whisper = plan.media.transcription_model
@@ -127,7 +128,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         raise cause from cause.__cause__
     given = plan
 
-    # `core.plan` names the current weights. An update may have replaced the weights of `given`.
+    # `core.plan` names the weights that are served now; after a weight update they differ from the weights in `given`.
     async def restart(index: int) -> Replica:
         return await start_replica(replace(given, model=core.plan.model), core.facts, index)
 

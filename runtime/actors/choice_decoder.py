@@ -1,4 +1,4 @@
-"""Incremental decoding of one choice. Stop strings are matched across steps."""
+"""Incremental decoding of one choice of a request. Stop strings are also found across steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 
 class ChoiceDecoder:
-    """Decodes the deltas of one choice. Holds text, ids and log-probabilities until they are sent."""
+    """Decodes the deltas of one choice. Holds text, token ids and log-probabilities back until they can be sent."""
 
     __slots__ = (
         "_held_ids",
@@ -41,7 +41,7 @@ class ChoiceDecoder:
         self.ended = False
         self.sent_s = 0.0  # time of the last chunk (`time.monotonic`), written by the detokenizer
         self._interval = sampling.stream_interval or stream_interval
-        self._since_sent = self._interval - 1  # the first token is sent immediately
+        self._since_sent = self._interval - 1  # so that the first token is sent immediately
         self._trim_stop_token = not sampling.no_stop_trim
         self._held_text = ""
         self._held_ids: list[int] = []
@@ -61,7 +61,7 @@ class ChoiceDecoder:
             self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim, patterns)
 
     def push(self, delta: Delta) -> Chunk | None:
-        """Decode a delta. Return a chunk to send now, or None if everything is held back."""
+        """Decode a delta. Return a chunk to send now, or None if its text is held back."""
         ids, finish, usage = delta.ids, delta.finish, delta.usage
         text = ""
         if self._incremental is not None:
@@ -105,9 +105,9 @@ class ChoiceDecoder:
     def _decode(
         self, incremental: IncrementalDecoder, ids: list[int], finish: Finish | None
     ) -> tuple[str, list[int], Finish | None]:
-        """Return the final text, its ids, and the finish.
+        """Return the text that is now final, the ids of this text, and the finish.
 
-        If a stop string matches, its finish replaces the given one.
+        If a stop string or stop pattern matches, the returned finish replaces the given one.
         """
         shown = ids
         if finish is not None and finish.kind == "stop" and self._trim_stop_token:

@@ -1,4 +1,4 @@
-"""Records a failure in a JSON file: stacks, steps in flight, and requests without their texts."""
+"""Records a failure in a JSON file: thread stacks, steps in flight, and requests without their texts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def write_record(
     in_flight: Iterable[Batch],
     requests: Iterable[LiveRequest],
 ) -> Path | None:
-    """Log the stacks of all threads. Write the record into `folder`, unless that is None, and return its path.
+    """Log the stacks of all threads. Write the record to a file in `folder`, and return the file's path.
 
-    Returns None if no record was written. Never raises an `OSError`, because the caller is about to report a worse
-    failure.
+    Returns None if `folder` is None or the file cannot be written. Never raises an `OSError`, because the caller is
+    about to report the original failure.
     """
     stacks = thread_stacks()
     logger.critical("%s\n%s", reason, "\n".join(f"Thread {name}:\n{stack}" for name, stack in stacks.items()))

@@ -15,7 +15,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.detokenizer")
 
-TURN_S = 0.002  # maximum working time before other tasks of the event loop run
+TURN_S = 0.002  # the detokenizer yields to the event loop after working for this time
 TURN_DELTAS = 16  # number of deltas processed between two checks of the time
 
 
@@ -47,7 +47,7 @@ class DetokenizerActor:
                         began = monotonic()
 
     def process(self, deltas: list[Delta]) -> None:
-        """Turn deltas into chunks. Deltas of ended requests are dropped."""
+        """Turn deltas into chunks. Ignores deltas of requests that have ended."""
         get, observers = self._requests.get, self._requests.token_observers
         now_s = monotonic()
         for delta in deltas:
@@ -60,7 +60,7 @@ class DetokenizerActor:
                 if decoder.ended:
                     continue
                 chunk = decoder.push(delta)
-            except Exception:  # a tokenizer library failed on one output: only this request fails
+            except Exception:  # a tokenizer library failed to decode this output: only this request fails
                 logger.exception("decoding the output of request %s failed", live.request.label)
                 self._requests.fail(delta.request_id, EngineFailure("The output could not be decoded."))
                 continue

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from runtime.actors.replica import Replica
 
 logger = logging.getLogger("penstock.core")
-SUBMITTED_AT_ONCE = 128  # after this many requests (about 2 ms), other tasks of the event loop run
+SUBMITTED_AT_ONCE = 128  # `submit_all` yields to the event loop after this many requests (about 2 ms)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -200,14 +200,14 @@ class EngineCore:
     def check_queue_space(self) -> None:
         """Raise `Overloaded` if the queue is full. A handler can then refuse a request before it reads the body.
 
-        With priorities, the decision depends on the request, and this method does nothing.
+        With priorities, this method does nothing, because the decision depends on the request's priority.
         """
         if self._state != "ready" or self.plan.scheduler.priorities:
             return
         self._counted(self._tokenizer.check_queue_space)
 
     async def submit_all(self, requests: Seq[Request]) -> list[OutputStream]:
-        """Accept the requests of one call. If the queue accepts the first request, it accepts all of them.
+        """Accept the requests of one call. The whole call is accepted if there is space for its first request.
 
         Yields to the event loop every `SUBMITTED_AT_ONCE` requests. If a request is refused or the call is cancelled,
         the requests accepted so far are aborted.
@@ -225,7 +225,7 @@ class EngineCore:
         return streams
 
     def _counted(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `function`, and count the error if it raises one."""
+        """Call `function` and return its result. If it raises an error, count the error in the metrics."""
         try:
             return function(*args, **kwargs)
         except PenstockError as error:
@@ -269,24 +269,24 @@ class EngineCore:
     def flush_cache(self) -> bool:
         """Empty the prefix trees. Return False, without effect, while requests are in the engine."""
         if self.pause.mode == "retract":
-            self.pause.retract()  # no request holds pages now, so recomputation costs nothing
+            self.pause.retract()  # no request is in the engine, so freeing pages causes no recomputation
             return True
         if self._requests:
             return False
-        # A list, so that every replica is flushed even if one returns False.
+        # A list, not a generator: every replica is flushed, even if an earlier one returns False.
         flushed = [actor.flush() for actor in self._scheduler.alive]
         return all(flushed)
 
     def observe(self, observer: RequestObserver) -> Callable[[], None]:
-        """Add an observer of all requests. Return a function that removes it."""
+        """Notify an observer of all requests that begin from now on. Return a function that removes the observer."""
         self._requests.observe(observer)
         return lambda: self._requests.stop_observing(observer)
 
     def hook_logits(self, function: Callable[[list[int], Any], Any]) -> Callable[[], None]:
         """Call `function` with the logits of all requests that begin from now on (see `LogitsHook`).
 
-        Returns a function that stops these calls, also for running requests. Raises `InvalidRequest` if another
-        function is active.
+        Returns a function that removes the hook. Running requests then continue without it. Raises `InvalidRequest` if
+        another function is active.
         """
         if self._processor.on_logits is not None:
             raise InvalidRequest("There is an on_logits of the engine already; end it first.", param="on_logits")
@@ -317,7 +317,7 @@ class EngineCore:
             self._requests.observe(RequestLog(level))
 
     def touch_prefix(self, request: Request) -> None:
-        """Make the cached prefix of a request's ids the most recently used one. Does not lock the prefix."""
+        """Mark the cached prefix of a request's ids as most recently used. The prefix can still be evicted later."""
         if request.lora is not None:
             known = (adapter for adapter in self.adapters.adapters if adapter.name == request.lora)
             request = replace(request, adapter=next(known, None))
@@ -327,7 +327,7 @@ class EngineCore:
             actor.scheduler.touch(list(request.ids or ()), namespace_of(request))
 
     async def reset_cache(self) -> None:
-        """Empty the prefix trees between two steps. Running requests are recomputed and continue."""
+        """Empty the prefix trees between two steps. Running requests are recomputed and then continue."""
         for actor in self._scheduler.alive:
             async with actor.paused():
                 actor.scheduler.recompute()
@@ -343,11 +343,11 @@ class EngineCore:
     ) -> int:
         """Replace the weights with a checkpoint in a local folder. Return the number of requests in the engine.
 
-        Streams continue with tokens of the new weights. With `flush_cache`, running sequences are recomputed from their
-        known tokens and the prefix trees are emptied; otherwise the old KV stays. `abort_all` ends all requests first.
-        `version` is the new label of the weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are
-        still in place, and `EngineFailure` if a replica has no valid weights. Cancellation does not interrupt the
-        replacement.
+        Running requests continue with the new weights. With `flush_cache`, the prefix trees are emptied and the KV of
+        running sequences is recomputed; otherwise the KV of the old weights stays in use. `abort_all` first ends all
+        requests. `version` is the new label of the weights. Raises `InvalidRequest` or `CheckpointError` if the old
+        weights are still in place, and `EngineFailure` if a replica has no valid weights. Cancellation does not
+        interrupt the replacement.
         """
         if "\0" in path or "://" in path:
             raise InvalidRequest("model_path must be a folder of this machine.", param="model_path")
@@ -408,7 +408,7 @@ class EngineCore:
         return found
 
     def _refuse_measured(self) -> None:
-        """Raise `InvalidRequest` if loaded adapters depend on the current weights (DoRA)."""
+        """Raise `InvalidRequest` if a loaded adapter (DoRA) was computed from the current weights."""
         if measured := self.adapters.measured:
             raise InvalidRequest(
                 f"Adapters with DoRA depend on the weights; unload them first: {', '.join(measured)}.",
@@ -437,20 +437,20 @@ class EngineCore:
         return path
 
     async def start_expert_record(self) -> None:
-        """Discard recorded steps, and record the experts of the next steps.
+        """Discard the experts recorded so far, and start to record the experts that each step chooses.
 
-        Raises `InvalidRequest` if recording is off.
+        Raises `InvalidRequest` if expert recording is off in the plan.
         """
         await self._call_recorders("start_expert_record")
 
     async def stop_expert_record(self) -> None:
-        """Stop recording the experts of steps."""
+        """Stop recording the experts that steps choose."""
         await self._call_recorders("stop_expert_record")
 
     async def dump_expert_record(self) -> list[dict[str, Any]]:
-        """Write the record to files and discard it. Return the path and the sums of each rank that records.
+        """Write the recorded experts to files and discard them.
 
-        Raises `InvalidRequest` if no step was recorded.
+        Return the file's path and the sums of each rank that records. Raises `InvalidRequest` if no step was recorded.
         """
         answers = [answer for answer in await self._call_recorders("dump_expert_record") if answer is not None]
         if not answers:
@@ -458,7 +458,7 @@ class EngineCore:
         return answers
 
     async def _call_recorders(self, verb: str) -> list[Any]:
-        """Run a verb (see `runtime.worker.verbs`) about expert records on all ranks. Return all replicas' answers."""
+        """Run an expert-record command (see `runtime.worker.verbs`) on all ranks. Return all answers."""
         if self.plan.experts.record is None:
             raise InvalidRequest(
                 "The use of experts is not recorded; start the server with --expert-distribution-recorder-mode."
@@ -491,12 +491,12 @@ class EngineCore:
         return time.monotonic() - min(queued) if queued else 0.0
 
     def timelines(self) -> list[Timeline]:
-        """Return the timelines of live and of recently ended requests, latest arrival first."""
+        """Return the timelines of live and recently ended requests, the latest arrival first."""
         timelines = [*self._requests.recent, *map(Timeline.of, self._requests)]
         return sorted(timelines, key=lambda timeline: -timeline.times[0])
 
     def check(self) -> None:
-        """Raise `ValueError` if a replica's pages and sequences are not all accounted for."""
+        """Raise `ValueError` if a replica has a leaked or doubly used page, or inconsistent sequences."""
         for actor in self._scheduler.alive:
             actor.scheduler.check()
 
@@ -505,7 +505,7 @@ class EngineCore:
 
 
 def _observers(plan: ObservePlan, metrics: EngineMetrics | None, traces: RequestTraces | None) -> list[RequestObserver]:
-    """Return the observers that the plan requests."""
+    """Return the observers (log, metrics, traces) that the plan requests."""
     observers: list[RequestObserver] = [] if metrics is None else [RequestMetrics(metrics)]
     if traces is not None:
         observers.append(traces)
@@ -517,9 +517,9 @@ def _observers(plan: ObservePlan, metrics: EngineMetrics | None, traces: Request
 
 
 def _failure(group: BaseExceptionGroup) -> PenstockError:
-    """Return the error for callers: the first of Penstock's own errors in the group, or a general one.
+    """Return the error to report to callers: the first `PenstockError` in the group, or else a general one.
 
-    If an adapter of the plan does not fit the model, it is a `ConfigurationError`.
+    If an adapter of the plan does not fit the model, this is a `ConfigurationError`.
     """
     failures, _ = group.split((EngineFailure, ConfigurationError))
     while isinstance(failures, BaseExceptionGroup):

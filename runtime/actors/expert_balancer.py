@@ -1,4 +1,4 @@
-"""Balances the load of ranks that share experts (`--enable-eplb`) by moving busy experts after some steps."""
+"""Balances the load of expert-parallel ranks (`--enable-eplb`): busy experts move to other ranks every few steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ logger = logging.getLogger("penstock.core")
 class ExpertBalancer:
     """Moves the experts of one replica while it serves. Belongs to the scheduler actor, which calls `run`.
 
-    Every rank counts the expert choices of its steps. A thread computes the new placement. The layers then change in
-    chunks, each between two steps.
+    Every rank counts how often each expert is chosen. A thread computes the new placement. The experts are then moved a
+    few layers at a time, between two steps.
     """
 
     def __init__(self, plan: ExpertPlan, runner: Runner, *, num_nodes: int, num_groups: int) -> None:
         self._plan, self._runner = plan, runner
         self._num_nodes, self._num_groups = num_nodes, num_groups
         self.num_rebalances = 0
-        self.num_moved = 0  # number of experts that ranks have received
+        self.num_moved = 0  # number of experts that were copied to another rank
 
     async def run(self) -> None:
-        """Rebalance repeatedly until cancelled."""
+        """Repeat until cancelled: count the expert choices of some steps, then move experts."""
         while True:
             answers = await self._call("await_expert_loads", {"num_steps": self._plan.balance_steps})
             stages = [answer for answer in answers if answer is not None]

@@ -1,4 +1,4 @@
-"""Pauses generation until the client continues it."""
+"""Pauses generation until a client resumes it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Mode = Literal["abort", "wait", "retract", "in_place"]
 
 
 class GenerationPause:
-    """Holds all replicas between two steps. Requests that arrive during the pause wait.
+    """During a pause no replica runs a step, and new requests wait.
 
-    Modes: "abort" ends the requests in the engine. "wait" lets them finish first. "retract" frees their KV, so that
-    they are recomputed later. "in_place" keeps their KV.
+    Modes: "abort" ends the requests in the engine. "wait" lets these requests finish before the pause begins. "retract"
+    frees the KV of running requests and recomputes it after the pause. "in_place" keeps their KV.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class GenerationPause:
         self._held: list[LiveRequest] = []
         self._hold: AsyncExitStack | None = None
         self._lock = asyncio.Lock()
-        self._finishing = False  # whether a pause waits for earlier requests to finish
+        self._finishing = False  # whether a pause with mode "wait" has not begun yet because requests are running
         self.mode: Mode | None = None  # mode of the current pause; None: not paused
 
     @property
     def paused(self) -> bool:
-        """Whether no step runs until `end`."""
+        """Whether steps are suspended until `end` is called."""
         return self._hold is not None
 
     @property
@@ -46,15 +46,15 @@ class GenerationPause:
         return sum(live.request.sampling.n for live in self._held)
 
     def holds_back(self, live: LiveRequest) -> bool:
-        """Hold a new request back if a pause waits for earlier requests to finish. Return whether it was held back."""
+        """Hold a new request back if a pause waits for earlier requests to finish. Return True if it was held back."""
         if self._finishing:
             self._held.append(live)
         return self._finishing
 
     async def begin(self, mode: Mode) -> None:
-        """Pause generation. If it is already paused, only abort or retract as `mode` says.
+        """Pause generation as `mode` says. If it is already paused, `mode` can only abort or retract requests.
 
-        Raises `EngineClosed` if the engine ends first. If the call is cancelled, generation continues.
+        Raises `EngineClosed` if the engine ends while it waits. If the call is cancelled, generation continues.
         """
         async with self._lock:
             if mode == "wait" and not self.paused:
@@ -72,7 +72,7 @@ class GenerationPause:
             self._release_held()
 
     async def end(self) -> bool:
-        """Continue generation. Return False if it was not paused."""
+        """End the pause. Return False if generation was not paused."""
         async with self._lock:
             hold, self._hold, self.mode = self._hold, None, None
             if hold is None:
@@ -86,7 +86,7 @@ class GenerationPause:
             actor.scheduler.recompute()
 
     async def _finish_requests(self) -> None:
-        """Wait until all requests in the engine have ended. New requests are held back in the meantime."""
+        """Wait until all requests in the engine have ended. New requests are held back until then."""
         self._finishing = True
         try:
             ids = [live.request.id for live in self._requests]
@@ -111,6 +111,9 @@ class GenerationPause:
 
 
 def mode_of(name: str) -> Mode:
-    """Return the mode for a name of SGLang or vLLM. "keep" means "in_place". Raises KeyError for an unknown name."""
+    """Return the mode that SGLang or vLLM calls `name`; for example, "keep" means "in_place".
+
+    Raises KeyError if unknown.
+    """
     names = {"abort": "abort", "wait": "wait", "retract": "retract", "in_place": "in_place", "keep": "in_place"}
     return cast(Mode, names[name])

@@ -22,13 +22,13 @@ from runtime.sequence import Sequence
 from runtime.tokenizer.tokenizer import Tokenizer
 
 SEED_MASK = 2**64 - 1
-NO_IDS: frozenset[int] = frozenset()  # shared, because `frozenset()` creates a new object at each call
+NO_IDS: frozenset[int] = frozenset()  # one shared object, because each call of `frozenset()` would create a new one
 NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
-# Maximum number of values in the hidden states of an HTTP call or of a Python request: 64 MiB, or 170 MB of JSON.
+# Maximum number of hidden-state values that one HTTP call or Python request may ask for: 64 MiB, or 170 MB of JSON.
 MAX_HIDDEN_NUMBERS = 2**24
-MAX_EXPERT_NUMBERS = 2**25  # maximum number of expert ids in a request's answer: 64 MiB, or 180 MB of base64
-DEFAULT_TIER = "default"  # tier of requests that name no tier or an unknown one
-IDS_AT_ONCE = 16_384  # ids checked in one C call (0.2 ms), which holds the GIL
+MAX_EXPERT_NUMBERS = 2**25  # maximum number of expert ids in one response: 64 MiB, or 180 MB of base64
+DEFAULT_TIER = "default"  # priority tier of requests that name no tier or an unknown one
+IDS_AT_ONCE = 16_384  # number of ids per C call that checks them; a call holds the GIL for 0.2 ms
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of neighbouring choices are far apart
 
 
@@ -41,7 +41,8 @@ class InputProcessor:
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
         self._tokenizer = tokenizer
         self._is_embedding = plan.model.is_embedding
-        self.dependence = plan.model.dependence  # why results may depend on other requests; None: they do not
+        # Why results may depend on other requests in the batch; None if they do not.
+        self.dependence = plan.model.dependence
         self._hidden_size = facts.hidden_size
         self._returns_hidden, self._returns_experts = plan.serve.returns_hidden, plan.experts.returned
         self._experts_of_token = facts.num_layers * facts.num_experts_per_token
@@ -56,7 +57,7 @@ class InputProcessor:
         self._media = plan.media
         self._random = random.Random(plan.model.random_seed)
         self.on_logits: Callable[[list[int], Any], Any] | None = (
-            None  # called with the logits of all new requests; see `LogitsHook`
+            None  # the `LogitsHook` function for all new requests, or None
         )
 
     def check(self, request: Request) -> None:
@@ -66,7 +67,8 @@ class InputProcessor:
         if request.ids is not None:
             if not request.ids:
                 raise InvalidRequest("The prompt is empty.", param="input_ids")
-            # Checked first: a body can hold millions of ids, and `check_ids` scans them on the event loop.
+            # The length is checked before the ids, because a body can hold millions of ids, and `check_ids` reads all
+            # of them.
             if not request.cuts and len(request.ids) > self.context_length:
                 raise self._too_long(request, len(request.ids))
             self.check_ids(request.ids)
@@ -129,7 +131,10 @@ class InputProcessor:
             )
 
     def breaker_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the tokens that break DRY's repetitions. Takes 0.1 s for new texts, so call it on a thread."""
+        """Return the ids of all tokens that contain a sequence breaker of the DRY penalty.
+
+        Takes 0.1 s for new breakers, so call it on a thread.
+        """
         if not sampling.dry_multiplier or not sampling.dry_sequence_breakers:
             return NO_IDS
         if self._breakers is None:
@@ -140,7 +145,7 @@ class InputProcessor:
         return self._breakers.ids(sampling.dry_sequence_breakers)
 
     def _check_media(self, request: Request) -> None:
-        """Raise `InvalidRequest` if this engine does not accept the request's media or their number."""
+        """Raise `InvalidRequest` if the engine does not support this kind of media, or if the request has too many."""
         param = request.media[0].param
         plural = PLURALS[request.media[0].kind]
         if not self._media.enabled:
@@ -153,13 +158,16 @@ class InputProcessor:
             raise InvalidRequest(f"{plural.capitalize()} cannot be embedded yet; send text.", param=param)
 
     def check_texts(self, request: Request) -> None:
-        """Raise `ContextOverflow` before encoding if a text cannot fit. Call it on a thread for long texts."""
+        """Raise `ContextOverflow` if a text is too long for the context even before encoding.
+
+        Call it on a thread for long texts.
+        """
         if self._text_limit is not None:
             for text in _uncut_texts(request):
                 self._text_limit.check([text], self.context_length)
 
     def check_ids(self, ids: Seq[int]) -> None:
-        """Raise `InvalidRequest` for ids outside the vocabulary. Takes milliseconds for 100,000 ids."""
+        """Raise `InvalidRequest` if an id is outside the vocabulary. Takes milliseconds for 100,000 ids."""
         for start in range(0, len(ids), IDS_AT_ONCE):
             chunk = ids[start : start + IDS_AT_ONCE]
             if min(chunk) < 0 or max(chunk) >= self._vocab_size:
@@ -180,10 +188,10 @@ class InputProcessor:
     def prepare(
         self, request: Request, ids: tuple[int, ...], breaker_ids: frozenset[int] = NO_IDS
     ) -> tuple[Request, list[Sequence]]:
-        """Return the request with these ids, and its sequences. Truncates the ids if the request allows it.
+        """Create the request's sequences. Return the request with its final ids, and the sequences.
 
-        `breaker_ids` is the result of the method `breaker_ids`, which was called on a thread. Raises `ContextOverflow`
-        or `InvalidRequest`.
+        Truncates the ids if the request allows it. `breaker_ids` is the result of the method `breaker_ids`, which the
+        caller ran on a thread. Raises `ContextOverflow` or `InvalidRequest`.
         """
         if request.sampling.allowed_token_ids is not None:
             allowed = AllowedTokens(request.sampling.allowed_token_ids, self._vocab_size)
@@ -195,12 +203,14 @@ class InputProcessor:
             request = replace(request, constraint=DryPenalties(request.sampling, breaker_ids, request.constraint))
         if request.on_logits is not None:
             request = replace(request, constraint=LogitsHook(request.on_logits, request.constraint))
-        if self.on_logits is not None and not request.wants_embedding:  # outermost, so that it is called first
+        # The first logits processor, so that it gets unchanged logits.
+        if self.on_logits is not None and not request.wants_embedding:
             request = replace(request, constraint=LogitsHook(self.on_logits, request.constraint))
         request = self._fit(request, ids)
         banned_ids = self._banned_ids(request.sampling)
         sampling, ids = request.sampling, request.ids or ()
-        ends_anyway = request.grammar is not None  # the output ends when the grammar allows no more text
+        # True with a grammar, because the output ends when the grammar allows no further text.
+        ends_anyway = request.grammar is not None
         stop_ids = frozenset() if sampling.ignore_eos and not ends_anyway else self._stop_ids(request)
         new = self.context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
         if request.returns_hidden:
@@ -224,7 +234,7 @@ class InputProcessor:
         ]
 
     def urgency(self, request: Request) -> int:
-        """Return a request's urgency (see `Sequence.urgency`). Requests with a higher urgency run earlier."""
+        """Return a request's urgency (see `Sequence.urgency`). Requests with a higher urgency are scheduled first."""
         if not self._priorities:
             return 0
         priority = request.priority
@@ -235,13 +245,13 @@ class InputProcessor:
         return -priority if self._low_first else priority
 
     def grammar_ends(self, request: Request) -> Ends:
-        """Return the rules that say when an output under a grammar ends."""
+        """Return when an output under a grammar may end."""
         sampling = request.sampling
         return Ends(self._eos_ids, self._stop_ids(request), sampling.min_new_tokens, sampling.ignore_eos)
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Ids that end an output by default."""
+        """Token ids that end an output by default (end of sequence)."""
         return self._eos_ids
 
     def _stop_ids(self, request: Request) -> frozenset[int]:
@@ -249,7 +259,7 @@ class InputProcessor:
         return self._eos_ids | more if more else self._eos_ids
 
     def _banned_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the tokens of `bad_words`. As in vLLM, each word is banned with and without a preceding space."""
+        """Return the token ids of `bad_words`. As in vLLM, each word is banned with and without a preceding space."""
         if not sampling.bad_words:
             return NO_IDS
         if self._tokenizer is None:
@@ -267,7 +277,10 @@ class InputProcessor:
         return frozenset(ids[0] for ids in (*without_space, *with_space) if len(ids) == 1)
 
     def _truncated(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the last `keep_last` ids. -1: all that fit into the context beside the output. None: all ids."""
+        """Return the last `keep_last` ids.
+
+        With -1, return as many as fit into the context with the output; with None, all.
+        """
         keep = request.keep_last
         if keep is None:
             return ids
@@ -291,7 +304,7 @@ class InputProcessor:
             )
 
     def _check_experts(self, first: int, num_prompt: int, end: int, num_choices: int) -> None:
-        """Raise `InvalidRequest` if `first` is not in the prompt, or if too many experts are returned."""
+        """Raise `InvalidRequest` if position `first` is not in the prompt, or if the response has too many experts."""
         if first > num_prompt:
             raise InvalidRequest(
                 f"routed_experts_start_len must be at most {num_prompt}, the number of prompt tokens, not {first}.",
@@ -354,7 +367,7 @@ def _breakers(tokenizer: Tokenizer | None) -> Breakers | None:
 
 
 def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens that end every text ([SEP]). Truncation preserves them."""
+    """Return the special tokens that end every encoded text, such as [SEP]. Truncation keeps them."""
     [with_special], [plain] = (tokenizer.encode_batch(["a"], add_special_tokens=special) for special in (True, False))
     for start in range(len(with_special) - len(plain) + 1):
         if with_special[start : start + len(plain)] == plain:
@@ -363,7 +376,7 @@ def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _uncut_texts(request: Request) -> list[str]:
-    """Return the texts that must not be truncated. The first text of a pair is never truncated."""
+    """Return the request's texts that truncation must not shorten, such as the first text of a pair."""
     if request.cuts:
         return [] if request.second_text is None else [request.text or ""]
     return [text for text in (request.text, request.second_text) if text]
@@ -379,7 +392,10 @@ def _check_embedding(request: Request) -> None:
 
 
 def namespace_of(request: Request) -> Hashable:
-    """Return the namespace for prefix sharing. It includes the adapter and the row values, which change the KV."""
+    """Return the key that separates prefix trees.
+
+    It contains all that changes the KV of equal tokens: adapter and row values.
+    """
     if not request.row_values and request.adapter is None:
         return request.namespace
     adapter_id = None if request.adapter is None else request.adapter.id

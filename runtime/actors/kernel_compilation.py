@@ -30,23 +30,23 @@ CHANGED = "The weights have changed since the start, so PyTorch computes the ste
 class Recomputing(Protocol):
     """A pause between two steps."""
 
-    recompute: bool  # whether the end of the pause empties the prefix tree and recomputes all sequences
+    recompute: bool  # whether all sequences are recomputed, and the prefix tree is emptied, when the pause ends
 
 
 @dataclass(slots=True)
 class KernelCompilation:
-    """Replaces PyTorch's kernels with C++ kernels in a running engine of one rank."""
+    """Replaces PyTorch's kernels with C++ kernels in a running engine with one rank."""
 
     runner: ModelRunner
-    # Compiles the kernels, which takes seconds, and loads the model for them. Returns the executor and its description.
+    # Compiles the C++ kernels (seconds) and loads the model for them. Returns the executor and a description of it.
     make: Callable[[Lifeline], tuple[StepExecutor, str]]
 
     async def run(self, paused: Callable[[], AbstractAsyncContextManager[Recomputing]], lock: anyio.Lock) -> bool:
-        """Compile the kernels and switch to them. After an error, log it and keep PyTorch's kernels.
+        """Compile the kernels and switch to them. Return whether the C++ kernels now compute the steps.
 
         `paused` pauses the steps of the replica (see `SchedulerActor.paused`), and `lock` prevents weight updates
-        during the switch. Running requests are recomputed and continue. Returns whether C++ kernels compute the
-        steps now. Cancellation kills the compilers.
+        during the switch. Running requests are recomputed and continue. After an error, the error is logged and
+        PyTorch's kernels stay in use. Cancellation kills the compilers.
         """
         logger.info(BEGINS)
         try:
@@ -55,12 +55,12 @@ class KernelCompilation:
                     executor, description = await anyio.to_thread.run_sync(self.make, lifeline)
             async with lock, paused() as pause:
                 pause.recompute = used = await self.runner.replace_executor(executor, description)
-        except Exception as raised:  # the group of `cut_if_cancelled`, or an error of the switch
+        except Exception as raised:  # an exception group from `cut_if_cancelled`, or an error of the switch
             error = first_error(raised)
             if isinstance(error, BuildError):
                 logger.warning(FAILED, error)
             elif not isinstance(error, BuildStopped | EngineClosed):  # both mean that the engine is closing
-                # For example too little memory or a deleted checkpoint. The engine continues.
+                # For example, too little memory or a deleted checkpoint. The engine continues with PyTorch's kernels.
                 logger.error(FAILED, error, exc_info=error)
             return False
         logger.info(ENDS if used else CHANGED)
@@ -71,7 +71,10 @@ class KernelCompilation:
 
 @asynccontextmanager
 async def cut_if_cancelled(lifeline: Lifeline) -> AsyncIterator[None]:
-    """Cut the lifeline as soon as the block is cancelled, even if the block waits for a thread."""
+    """Cut the lifeline as soon as the block is cancelled, even while the block waits for a thread.
+
+    Cutting it ends the compilers that hold the lifeline.
+    """
 
     async def watch() -> None:
         try:

@@ -1,8 +1,9 @@
 """Publishes events of cached pages over ZeroMQ, in the message format of SGLang and vLLM (--kv-events-config).
 
 A message has three frames: the topic, the batch number from 0 (8 bytes, big-endian), and a batch in msgpack: [time,
-events, replica index]. A subscriber that missed batches sends the first missing number to the replay address. It
-receives the batches that are still kept, as (number, batch), and finally (-1, empty).
+events, replica index]. A subscriber that missed batches sends the number of the first missing one to the replay
+address. It receives the batches from this number on that the publisher still keeps, as (number, batch), and then (-1,
+empty).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from runtime.kv_cache.page_events import Event
 
 logger = logging.getLogger("penstock.core")
 
-POLL_S = 0.1  # interval at which replay requests are answered
+POLL_S = 0.1  # interval in seconds at which replay requests are answered
 CLOSE_TIMEOUT_S = 1.0
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KvEventPublisher:
-    """Sends the batches of one replica from a thread.
+    """Publishes the event batches of one replica from a thread.
 
-    If its queue is full, a batch is dropped and its number is skipped. Raises `ConfigurationError` if packages are
-    missing or an address cannot be used.
+    If the queue of the thread is full, a batch is dropped and its number is skipped. Raises `ConfigurationError` if
+    packages are missing or an address cannot be used.
     """
 
     def __init__(self, plan: KvEventsPlan, index: int) -> None:
@@ -71,11 +72,11 @@ class KvEventPublisher:
         number, self._next = self._next, self._next + 1
         try:
             self._queue.put_nowait((number, [time.time(), events, self._index]))
-        except queue.Full:  # subscribers notice the missing number
+        except queue.Full:  # subscribers notice the gap in the numbers
             logger.warning("KV events: the queue is full, and batch %d was dropped.", number)
 
     def close(self) -> None:
-        """Send the queued batches and release the addresses. Blocks for about `CLOSE_TIMEOUT_S`."""
+        """Send the queued batches and close the sockets. Blocks for about `CLOSE_TIMEOUT_S`."""
         try:
             self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
@@ -97,7 +98,7 @@ class KvEventPublisher:
                 self._kept.append((number, batch))
             except queue.Empty:
                 continue
-            except Exception:  # the thread must continue; subscribers notice the missing number
+            except Exception:  # the thread must go on; subscribers notice the gap in the numbers
                 logger.exception("KV events: a batch could not be sent.")
 
     def _answer_replay(self) -> None:
@@ -114,7 +115,7 @@ class KvEventPublisher:
 
 
 def address_of(endpoint: str, index: int) -> str:
-    """Return a replica's address: TCP endpoints get the index added to their port, other endpoints get a suffix."""
+    """Return a replica's address: its index is added to a TCP port, or appended to another endpoint as a suffix."""
     if not index:
         return endpoint
     if endpoint.startswith("tcp:"):

@@ -23,19 +23,19 @@ ABORTED_EARLY = Finish("abort", message="Aborted before it was scheduled.")
 
 
 class SchedulerHandle(Protocol):
-    """A request's scheduler actor, as other actors see it."""
+    """The methods of a request's scheduler actor that other actors call."""
 
     def abort(self, live: LiveRequest) -> None:
-        """End all choices of the request with `live.aborting`."""
+        """End all choices of the request with the finish `live.aborting`."""
         ...
 
     def end_choice(self, live: LiveRequest, index: int) -> None:
-        """Stop computing a choice that a stop string has ended. No further delta follows."""
+        """Stop computing a choice whose text contains a stop string. No further delta follows."""
         ...
 
 
 class LiveRequest:
-    """The state of one request. Each field is written by only one part of the engine, which its comment names."""
+    """The state of one request. Only one part of the engine writes each field; the field's comment names this part."""
 
     __slots__ = (
         "aborting",
@@ -54,34 +54,34 @@ class LiveRequest:
         self.request = request  # replaced by the tokenizer: compiled grammar, media, token ids
         self.output = output  # written by the engine core
         self.times = output.times = RequestTimes()
-        self.ends: list[Chunk] = []  # last chunk of each choice, written by the part that puts it into the output
+        self.ends: list[Chunk] = []  # last chunk of each choice; written when it is put into the output
         self.sequences: list[Sequence] = []  # one for each choice, written by the tokenizer
-        # Compiled sampling parameters, written by the tokenizer on a thread. Stored here, because the caches of
-        # compiled texts may drop them before the event loop uses them.
+        # Compiled sampling parameters, written by the tokenizer on a thread. They are kept here because the caches of
+        # compiled texts may evict them before the event loop uses them.
         self.stop_patterns: Seq[StopPattern] = ()
         self.breaker_ids: frozenset[int] = frozenset()
         # Written by the scheduler actor or the router. None before admission and while no replica is alive.
         self.scheduler: SchedulerHandle | None = None
         self.decoders: list[ChoiceDecoder] = []  # written by the detokenizer, with the first output
-        # How the request will end, or None if it is not aborted. Written by `LiveRequests`, before the scheduler ends
-        # the request.
+        # How the request will end if it is aborted, else None. `LiveRequests` writes it before the scheduler ends the
+        # request.
         self.aborting: Finish | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether all choices are still waiting: none has run, and none has ended."""
+        """Whether all choices are still in the queue: none has started, and none has ended."""
         return all(sequence.num_cached < 0 and sequence.finish is None for sequence in self.sequences)
 
     @property
     def has_output(self) -> bool:
-        """Whether any choice has ended or has an output token, so that output may have been sent."""
+        """Whether a choice has ended or has an output token, so that the client may have received output."""
         return any(
             sequence.finish is not None or len(sequence.ids) > sequence.num_prompt for sequence in self.sequences
         )
 
 
 class Timeline(NamedTuple):
-    """Times and counts of one request, for live views. Keeps no reference to the request."""
+    """Times and counts of one request, for live views. Holds no reference to the request, so that it can be freed."""
 
     label: str
     owner: str
@@ -90,7 +90,7 @@ class Timeline(NamedTuple):
     prompt: int  # number of prompt tokens
     cached: int  # prompt tokens that were cached
     output: int
-    finish: str  # finish reasons of the choices, or the name of the error
+    finish: str  # finish reasons of the choices, or the name of the error that ended the request
 
     @classmethod
     def of(cls, live: LiveRequest, *, ended_s: float = 0.0, error: PenstockError | None = None) -> Self:
@@ -144,19 +144,19 @@ class TokenObserver(RequestObserver, Protocol):
 
 
 class LiveRequests:
-    """The table of live requests, owned by the engine core. Ended requests are removed."""
+    """The table of live requests, owned by the engine core. A request is removed when its output has ended."""
 
     def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
         self.observers: list[RequestObserver] = []
-        self.token_observers: list[TokenObserver] = []  # the observers among them that are called for every chunk
+        self.token_observers: list[TokenObserver] = []  # the observers that are also called for every chunk
         for observer in observers:
             self.observe(observer)
-        # Timelines of ended requests, latest last.
+        # Timelines of recently ended requests, oldest first.
         self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
         self._live: dict[int, LiveRequest] = {}  # request id -> request
-        self._timers: dict[int, asyncio.TimerHandle] = {}  # timers of the requests with a time limit
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # request id -> timer that ends the request at its time limit
         self._labels: set[tuple[str, str]] = set()  # (owner, label) of the live requests
-        self._ended: dict[int, asyncio.Event] = {}  # awaited by `wait_for`, by request id
+        self._ended: dict[int, asyncio.Event] = {}  # request id -> event for `wait_for`, set when the request ends
         self._idle = asyncio.Event()
         self._idle.set()
         self.get = self._live.get
@@ -165,7 +165,7 @@ class LiveRequests:
         return len(self._live)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Iterate over a copy, because requests may be added and removed meanwhile."""
+        """Iterate over a copy of the table, because requests may be added and removed during the iteration."""
         return iter(list(self._live.values()))
 
     def observe(self, observer: RequestObserver) -> None:
@@ -198,7 +198,7 @@ class LiveRequests:
         return live
 
     def remove(self, live: LiveRequest, error: PenstockError | None = None) -> None:
-        """Remove a request whose output has ended. A second call does nothing."""
+        """Remove a request whose output has ended, and notify the observers. A second call does nothing."""
         if self._live.pop(live.request.id, None) is None:
             return
         self._labels.discard((live.request.owner, live.request.label))
@@ -245,7 +245,7 @@ class LiveRequests:
         return len(ids)
 
     def fail(self, request_id: int, error: PenstockError) -> None:
-        """End a request with an error for its client, and stop its computation. Unknown ids are ignored."""
+        """End a request with an error for its client, and stop computing it. Unknown ids are ignored."""
         live = self._live.get(request_id)
         if live is None:
             return

@@ -18,7 +18,7 @@ PERIOD_S = 0.05
 
 @contextmanager
 def gc_watched(threshold_s: float) -> Iterator[None]:
-    """Warn of garbage collections, of any thread, that take longer than `threshold_s`. 0.0 disables the warning."""
+    """Warn of garbage collections, in any thread, that take longer than `threshold_s`; 0.0 means never."""
     if threshold_s <= 0:
         yield
         return
@@ -44,7 +44,7 @@ def gc_watched(threshold_s: float) -> Iterator[None]:
 
 
 async def watch_loop(lag_s: Histogram) -> None:
-    """Record how late timers fire, until cancelled."""
+    """Record in `lag_s` by how many seconds timers fire late, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + PERIOD_S

@@ -1,4 +1,4 @@
-"""A queue between coroutines with many writers and one reader, which takes all items at once."""
+"""A queue between coroutines, with many writers and one reader, which takes all items at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Mailbox(Generic[Item]):
     """An unbounded queue on one event loop, with a single reader.
 
     A future wakes the reader in 1 to 3 us, and the reader takes all items at once. `asyncio.Queue` costs several times
-    as much per item. Other parts bound the number of items: the waiting queue bounds requests, the steps bound deltas,
-    and the output stream's limit bounds chunks.
+    as much per item. The mailbox needs no bound of its own: the waiting queue limits the requests, the steps limit the
+    deltas, and the output stream's limit applies to chunks.
     """
 
     __slots__ = ("_items", "_waiter")
@@ -40,7 +40,7 @@ class Mailbox(Generic[Item]):
         return items
 
     async def wait(self) -> None:
-        """Return when there is an item. Cancellation leaves the mailbox unchanged."""
+        """Wait until there is an item. Cancellation leaves the mailbox unchanged."""
         while not self._items:
             if self._waiter is not None:
                 raise RuntimeError("A mailbox has a single reader.")
@@ -51,6 +51,6 @@ class Mailbox(Generic[Item]):
                 self._waiter = None
 
     async def take_all(self) -> list[Item]:
-        """Wait for an item, then take all items. If cancelled, no item is taken."""
+        """Wait for an item, then take all items. Cancellation leaves the mailbox unchanged."""
         await self.wait()
         return self.take()

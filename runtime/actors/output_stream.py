@@ -10,8 +10,8 @@ from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Logprobs
 
 Push = Callable[[Chunk], bool]
-MAX_UNREAD_BYTES = 16 * 1024 * 1024  # a streamed request is aborted if more of its output is unread
-MAX_WHOLE_BYTES = 256 * 1024 * 1024  # a request that is read as a whole fails if its output is larger
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # a request is aborted if more bytes of its output are unread by its client
+MAX_WHOLE_BYTES = 256 * 1024 * 1024  # a request that is read with `whole` fails if its output is larger
 ID_BYTES = 32  # memory of a Python integer in a list
 LOGPROB_BYTES = 96  # memory of a pair of a float and an integer
 TOO_LARGE = (
@@ -21,10 +21,10 @@ TOO_LARGE = (
 
 
 class OutputStream:
-    """The output of a submitted request. Contains the chunks of all its choices; `Chunk.index` is the choice.
+    """The output of a submitted request: chunks of all its choices, where `Chunk.index` is the choice.
 
-    One reader uses `chunks` (streaming) or `whole` (all at once). Leaving the iteration or calling `close` before the
-    end aborts the request, which frees its pages.
+    One reader calls `chunks` (streaming) or `whole` (all at once). If it leaves the iteration or calls `close` before
+    the end, the request is aborted and its pages are freed.
     """
 
     __slots__ = (
@@ -44,7 +44,7 @@ class OutputStream:
 
     def __init__(self, request_id: int, num_choices: int, abort: Callable[[int], None]) -> None:
         self.request_id = request_id
-        self._abort = abort  # aborts the request with this id; its output then ends
+        self._abort = abort  # aborts the request with the given id, which ends its output
         self._num_open = num_choices
         self._unread: dict[int, _Coalesced] = {}
         self._unread_bytes = 0
@@ -92,8 +92,8 @@ class OutputStream:
             elif chunk.finish is not None and self._num_open == 0:
                 self._whole.note_end()
             return
-        # The new chunk does not count, because the reader could not take it yet. Prompt log-probabilities can exceed
-        # the limit.
+        # The limit is applied before the new chunk is added, because a single chunk (prompt log-probabilities) can
+        # exceed it.
         if had_bytes > self._max_unread_bytes:
             self._abort(self.request_id)
         self._wake()
@@ -101,13 +101,13 @@ class OutputStream:
     def _pushed(self, push: Push, chunk: Chunk) -> bool:
         try:
             return push(chunk)
-        except Exception as error:  # an error in the reader's function must not end the writer
+        except Exception as error:  # an exception in the reader's `push` must not end the writer
             self._push_error = error
             self._wake()
             return True
 
     def fail(self, error: PenstockError) -> None:
-        """End the output with an error. The reader gets the error in place of unread chunks."""
+        """End the output with an error. The reader gets the error instead of the chunks that it has not read."""
         if not self.finished:
             self._error = error
             if self._whole is not None:
@@ -128,10 +128,10 @@ class OutputStream:
     ) -> AsyncGenerator[list[Chunk], None]:
         """Yield the chunks that have arrived, at most one per choice, until every choice has ended.
 
-        While the reader waits, `push` gets each chunk first, which avoids waking the reader's task. If `push` returns
-        True, the chunk is not yielded. `push` must not block; an exception that it raises is raised here. The request
-        is aborted if more than `max_unread_bytes` (None: `MAX_UNREAD_BYTES`) are unread. Raises the request's error
-        (`RequestError`, `Overloaded`, `EngineFailure`).
+        While the reader waits, `push` is called with each chunk. If `push` returns True, it has handled the chunk: the
+        chunk is not yielded, and the reader's task need not wake. `push` must not block. An exception of `push` is
+        raised here. The request is aborted if more than `max_unread_bytes` (None: `MAX_UNREAD_BYTES`) are unread.
+        Raises the request's error (`RequestError`, `Overloaded`, `EngineFailure`).
         """
         self._push = push
         if max_unread_bytes is not None:
@@ -153,7 +153,7 @@ class OutputStream:
             self.close()
 
     async def whole(self) -> list[Chunk]:
-        """Return one chunk per choice, in order, after every choice has ended. Wakes the caller only once."""
+        """Wait until every choice has ended. Return one chunk per choice, in order. Wakes the caller only once."""
         [chunks] = await read_all((self,))
         return chunks
 
@@ -176,9 +176,10 @@ class OutputStream:
 
 
 async def read_all(streams: Sequence[OutputStream]) -> list[list[Chunk]]:
-    """Return the whole output of every stream, in order: one chunk per choice. Wakes the caller only once.
+    """Wait for the whole output of every stream. Return, for each stream, one chunk per choice.
 
-    Raises the first error and aborts the remaining requests. Cancellation aborts all requests.
+    Wakes the caller only once. If a request fails, its error is raised and the other requests are aborted. Cancellation
+    aborts all requests.
     """
     reader = _WholeReader()
     try:
@@ -200,7 +201,7 @@ def close_all(streams: Sequence[OutputStream]) -> None:
 
 
 class _WholeReader:
-    """Waits until all streams of a call have ended or one has failed. Needs no task per stream."""
+    """Waits until all streams of a `read_all` call have ended or one has failed, without a task per stream."""
 
     __slots__ = ("_error", "_waiter", "num_open")
 

@@ -1,7 +1,8 @@
 """Disaggregation in one process: some replicas compute prompts, and the others generate the outputs.
 
-The router gives each request to a decode replica. `PrefillReplicas` sends a request with the same prompt and one output
-token to a prefill replica. The pages then travel as between separate servers (`page_store/peers.py`).
+The router gives each request to a decode replica. `PrefillReplicas` gives a prefill replica a second request with the
+same prompt and one output token. The KV pages of the prompt are then sent as between separate servers
+(`page_store/peers.py`).
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0)
 
 
 class PrefillReplicas:
-    """Computes the prompts of requests on the prefill replicas. As a request observer, it aborts them with the request.
+    """Computes prompts on the prefill replicas.
 
-    The decode replica computes the prompt itself if the request has an adapter or needs log-probabilities of the
-    prompt, or if the replica lacks less than one page.
+    As a request observer, it aborts the prompt of a request that ends early. The decode replica computes a prompt
+    itself in three cases: the request has an adapter, it needs prompt log-probabilities, or less than one page of the
+    prompt is missing from the cache.
     """
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        # Prompts in progress, by the id of the request that waits for their pages.
+        # Prompts that prefill replicas compute, by the id of the original request, which waits for the pages.
         self._prompts: dict[int, LiveRequest] = {}
 
     def start(self, live: LiveRequest, prefill: Seq[SchedulerActor], decode: SchedulerActor) -> None:
-        """Compute the prompt on the least busy prefill replica, and make the decode replica wait for its pages."""
-        self.stop(live)  # its earlier prompt, if another decode replica gave the request back
+        """Compute the prompt on the least busy prefill replica. The decode replica waits for its pages."""
+        # Stops an earlier prompt of this request, which exists if the request moved from another decode replica.
+        self.stop(live)
         first = live.sequences[0]
         num_missing = reusable_tokens(first) - decode.scheduler.num_cached(first)
         usable = [actor for actor in prefill if _is_attached(actor)]
@@ -51,12 +54,12 @@ class PrefillReplicas:
             idlest.admit(prompt)
 
     def _num_tokens(self, actor: SchedulerActor) -> int:
-        """Return the number of prompt tokens that a prefill replica has to compute."""
+        """Return the number of prompt tokens that this prefill replica still has to compute."""
         prompts = [prompt for prompt in self._prompts.values() if prompt.scheduler is actor]
         return sum(len(prompt.sequences[0].ids) for prompt in prompts if prompt.sequences[0].finish is None)
 
     def give_up(self, dead: SchedulerActor, requests: Iterable[LiveRequest]) -> None:
-        """Let the decode replicas compute the prompts of a prefill replica that has failed."""
+        """Let the decode replicas compute the prompts that a failed prefill replica had not finished."""
         for live in requests:
             prompt = self._prompts.get(live.request.id)
             if prompt is not None and prompt.scheduler is dead:
@@ -64,14 +67,14 @@ class PrefillReplicas:
                 _set_prefilled(live, False)
 
     def began(self, live: LiveRequest) -> None:
-        """Do nothing, because the ids are not known yet."""
+        """Do nothing: the token ids are not known yet."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Abort the prompt of an ended request, unless it has been computed."""
+        """Stop computing the prompt of an ended request."""
         self.stop(live)
 
     def stop(self, live: LiveRequest) -> None:
-        """Abort the prompt of this request, unless it has been computed."""
+        """Stop computing the prompt of this request on the prefill replica. Does nothing if it has been computed."""
         prompt = self._prompts.pop(live.request.id, None)
         if prompt is not None and prompt.scheduler is not None and prompt.sequences[0].finish is None:
             prompt.aborting = ABORTED
@@ -83,7 +86,7 @@ def _is_attached(actor: SchedulerActor) -> bool:
 
 
 def _set_prefilled(live: LiveRequest, prefilled: bool) -> None:
-    """Set whether a request waits for the pages of its prompt."""
+    """Set whether the decode replica should wait for the pages of this request's prompt."""
     if live.request.caller.prefilled != prefilled:
         live.request = replace(live.request, caller=live.request.caller._replace(prefilled=prefilled))
     for sequence in live.sequences:
@@ -91,7 +94,10 @@ def _set_prefilled(live: LiveRequest, prefilled: bool) -> None:
 
 
 def _prompt_of(live: LiveRequest) -> LiveRequest:
-    """Return a request that computes the prompt and one token. `LiveRequests` lacks it, so its output is dropped."""
+    """Return a request that computes the same prompt and one token.
+
+    Its output is dropped, because the request is not in `LiveRequests`.
+    """
     given, first = live.request, live.sequences[0]
     request = Request(
         ids=given.ids,
@@ -99,7 +105,7 @@ def _prompt_of(live: LiveRequest) -> LiveRequest:
         namespace=given.namespace,
         row_values=given.row_values,
         priority=given.priority,
-        follows=True,  # it needs no place in the queue: the original request has one
+        follows=True,  # takes no place in the queue, because the original request has one
         prompt_media=given.prompt_media,
         counted=False,
         owner=given.owner,

@@ -1,7 +1,7 @@
-"""Tells decode servers which prompts this prefill server still computes, and which have ended.
+"""Tells decode servers which prompts this prefill server is still computing, and which have ended.
 
-A decode server waits for the pages of a pending prompt, however long the queue is. If a prompt has ended, and pages of
-it are missing, the decode server computes them at once.
+A decode server waits for the pages of a pending prompt, however long the prefill server's queue is. After a prompt has
+ended, no more of its pages will come, so the decode server computes the missing ones at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from runtime.sequence import Sequence
 
 
 def prompt_keys(sequence: Sequence, page_size: int) -> list[bytes]:
-    """Return the keys of the full pages before the prompt's last token. The last key names the prompt on all servers.
+    """Return the keys of the full pages before the prompt's last token.
 
-    Empty if there is no such page, or if pages of the prompt are not sent because it has an adapter.
+    The last key identifies the prompt on all servers. Returns an empty list if there is no full page, or if the prompt
+    has an adapter, because such pages are not sent.
     """
     if sequence.request.adapter is not None:
         return []
@@ -25,7 +26,7 @@ def prompt_keys(sequence: Sequence, page_size: int) -> list[bytes]:
 
 
 class PromptNotes:
-    """The prompts of a prefill server. `take` returns the changes since the last call."""
+    """The pending and ended prompts of a prefill server. `take` returns the changes since the last call."""
 
     def __init__(self, tier: StorageTier, scheduler: Scheduler, page_size: int) -> None:
         self._tier = tier
@@ -36,7 +37,7 @@ class PromptNotes:
         self._ended: list[bytes] = []
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Note prompts that arrive. Called even if they are refused."""
+        """Record prompts that arrive. Also called for prompts that are then refused."""
         for sequence in sequences:
             keys = prompt_keys(sequence, self._page_size)
             if keys and sequence not in self._pending:
@@ -44,7 +45,7 @@ class PromptNotes:
                 self._begun.append(keys[-1])
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys of prompts that have begun, and of prompts of which no further page will be saved."""
+        """Return the keys of the prompts that began, and of those whose last page was saved, since the last call."""
         ended = [
             sequence
             for sequence, keys in self._pending.items()

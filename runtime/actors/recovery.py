@@ -22,7 +22,7 @@ NO_MEMORY = "The device ran out of memory. This request, the newest one, was end
 
 
 class Recovery:
-    """Ends the requests that cause failures, so that all others continue."""
+    """Ends the requests that cause failures. All other requests continue."""
 
     def __init__(
         self, scheduler: Scheduler, steps: StepsInFlight, requests: LiveRequests, detokenizer: DetokenizerActor
@@ -31,14 +31,14 @@ class Recovery:
         self._steps = steps
         self._requests = requests
         self._detokenizer = detokenizer
-        self._num_broken = 0  # exceptions of the scheduler since the last applied step
+        self._num_broken = 0  # number of scheduler exceptions since the last applied step
 
     def note_applied(self) -> None:
         """Record that a step was applied without an exception."""
         self._num_broken = 0
 
     def fail_broken(self, deltas: list[Delta]) -> list[Delta]:
-        """Fail requests whose logits were not finite. Return the deltas of all other requests."""
+        """Fail the requests whose logits were not finite (NaN or infinite). Return the deltas of all other requests."""
         broken = {
             delta.request_id for delta in deltas if delta.finish is not None and delta.finish.message == NOT_FINITE
         }
@@ -50,8 +50,8 @@ class Recovery:
     async def after_failed_step(self, error: Exception) -> None:
         """Recover from a failed step: the cache is emptied, and all running sequences are recomputed.
 
-        If memory ran out, the newest request of the step fails. Otherwise trial steps find the request that causes the
-        failure.
+        If the device ran out of memory, the newest request of the step fails. Otherwise trial steps with fewer requests
+        find the request that causes the failure, and only this request fails.
         """
         logger.error("A step failed; running sequences are recomputed.", exc_info=error)
         batches = self._steps.batches
@@ -67,8 +67,9 @@ class Recovery:
     async def after_exception(self, error: Exception, failed: Collection[int] = ()) -> None:
         """Recover from an exception in the scheduler: rebuild its tables and recompute all running sequences.
 
-        If the exception came from one row, the row's request fails. Otherwise the first exception ends no request. Each
-        further exception, until a step succeeds, ends the newest request, which is the likeliest cause.
+        If the exception came from one row, the row's request fails. Otherwise the first exception ends no request. If
+        there are further exceptions before a step succeeds, each one ends the newest request, which is the most likely
+        cause.
         """
         logger.error("The scheduler failed; running sequences are recomputed.", exc_info=error)
         await self._steps.drain()

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.core")
 
-STEP_BYTES = 2**24  # bytes that one step can copy to the host tier without a noticeable delay
-PREFETCH_THRESHOLD = 256  # storage is not asked for prompts with fewer tokens to load
-HOST_SHARE = 0.9  # maximum share of the free host memory for the host tier
+STEP_BYTES = 2**24  # bytes that one step can copy to the host tier without delaying the step noticeably
+PREFETCH_THRESHOLD = 256  # the page store is not asked if fewer prompt tokens than this are missing from the cache
+HOST_SHARE = 0.9  # the host tier takes at most this share of the free host memory
 
 NO_MEMORY = (
     "There is too little memory for the model and its KV cache. Lower --mem-fraction-static or --max-total-tokens, or "
@@ -65,27 +65,28 @@ NO_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of the model. The scheduler actor that receives it closes the runner."""
+    """One copy of the model, with its scheduler and runner. Its scheduler actor closes the runner."""
 
-    plan: Plan  # its `max_running` is limited to what the KV pool allows
+    plan: Plan  # its `max_running` is reduced to what the KV pool allows
     scheduler: Scheduler
     runner: Runner
     kv_events: KvEventPublisher | None = None
     storage: Storage | None = None
     balancer: ExpertBalancer | None = None
-    compilation: KernelCompilation | None = None  # None: the replica keeps the kernels with which it starts
-    lacks_kernels: bool = False  # whether PyTorch computes all steps, because the C++ kernels cannot be compiled
+    compilation: KernelCompilation | None = None  # None: the kernels of the replica will not change
+    lacks_kernels: bool = False  # whether PyTorch computes all steps because the C++ kernels cannot be compiled
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
     """Start the replicas with these indices.
 
     Their weights are loaded concurrently. Their KV pools are sized and allocated one after another, because replicas on
-    one machine share its memory. Raises `ConfigurationError` for options that the files rule out, `WorkerFailed` with
-    the rank, and `EngineFailure` if the system lacks a resource. On failure or cancellation, everything is released.
+    one machine share its memory. Raises `ConfigurationError` if an option does not fit the checkpoint, `WorkerFailed`
+    with the rank if a worker fails, and `EngineFailure` if the system lacks a resource. On failure or cancellation,
+    everything that was started is released.
     """
     if plan.parallel.dp_attention:
-        indices = [0]  # one loader starts the ranks of all replicas
+        indices = [0]  # with data-parallel attention, one loader starts the ranks of all replicas
     loaders = [_ReplicaLoader(plan, facts, index) for index in indices]
     try:
         async with anyio.create_task_group() as loading:
@@ -108,7 +109,7 @@ async def start_replica(plan: Plan, facts: ModelFacts, index: int) -> Replica:
 
 
 class _ReplicaLoader:
-    """Starts one replica: call `load`, then `finish`. `close` may be called at any time and releases everything."""
+    """Starts one replica: first `load`, then `finish`. `close` may be called at any time and releases everything."""
 
     def __init__(self, plan: Plan, facts: ModelFacts, index: int) -> None:
         self._plan = plan_of_replica(plan, index)
@@ -125,7 +126,8 @@ class _ReplicaLoader:
         from runtime.worker.worker import DRAFT, TARGET, ModelSetup, ModelWorker, WorkerSetup
 
         plan, facts, group = self._plan, self._facts, self._group
-        if plan.observe.kv_events is not None:  # created first, so that its errors appear immediately
+        # Created before the weights are loaded, so that its errors appear immediately.
+        if plan.observe.kv_events is not None:
             for number in range(plan.parallel.num_groups):
                 self._kv_events.append(KvEventPublisher(plan.observe.kv_events, self._index + number))
         parallel = plan.parallel
@@ -177,7 +179,7 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(worker.memory),
             *(body["memory"] for body in await group.receive()),
         ]
-        # The returned plan has the `max_running` that the pools allow.
+        # The new plan's `max_running` is limited to what the pools allow.
         self._plan, cache, kinds, reason = size_cache(self._plan, worker, memory, steps)
         plan = self._plan
         num_tier_pages, page_bytes = _size_tier(plan, worker, cache.num_pages)
@@ -218,9 +220,9 @@ class _ReplicaLoader:
         page_bytes: int,
         restore_s: float | None,
     ) -> PrefixCache:
-        """Return the prefix cache of a replica.
+        """Create the prefix cache of a replica.
 
-        `restore_s` is the time in seconds to copy a page from the host tier.
+        `restore_s` is the time in seconds to copy one page from the host tier to the device, or None if unknown.
         """
         plan = self._plan
         prefixes = PrefixCache(
@@ -245,7 +247,8 @@ class _ReplicaLoader:
                     min_pages=max(1, int(threshold) // plan.cache.page_size),
                     saves=plan.cache.storage != "decode",
                     loads=plan.cache.storage != "prefill",
-                    loads_slow=plan.cache.storage == "decode",  # computing prompts would delay running requests
+                    # Load even if computing is faster: prompts would delay running requests.
+                    loads_slow=plan.cache.storage == "decode",
                 )
         return prefixes
 
@@ -258,7 +261,8 @@ class _ReplicaLoader:
             layout = _layout(plan, worker)
             storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, runner)
         balancer = None
-        if plan.experts.balance and group == 0 and self._runner is not None:  # groups share one set of experts
+        # Attention groups share one set of experts, so only the first group balances them.
+        if plan.experts.balance and group == 0 and self._runner is not None:
             balancer = ExpertBalancer(
                 plan.experts,
                 self._runner,
@@ -274,7 +278,10 @@ class _ReplicaLoader:
     def _make_scheduler(
         self, group: int, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int
     ) -> Scheduler:
-        """Create the scheduler of a group. If the plan names a record file, its decisions are recorded."""
+        """Create the scheduler of an attention group.
+
+        If the plan names a record file, its decisions are recorded there.
+        """
         plan = self._plan
         sizes = {"vocab_size": self._facts.vocab_size, "context_length": plan.model.context_length}
         if plan.scheduler.record_file is None:
@@ -308,7 +315,7 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(self._worker.close)
 
     async def _join(self, worker: ModelWorker, cache: CacheSetup) -> int:
-        """Let all ranks join the process group and allocate their pools. Return the bytes of rank 0's pool."""
+        """Let all ranks join the process group and allocate their KV pools. Return the bytes of rank 0's pool."""
         plan, group = self._plan, self._group
         if not group.workers:
             return await anyio.to_thread.run_sync(worker.join, cache, None)
@@ -323,7 +330,7 @@ class _ReplicaLoader:
         return kv_bytes
 
     async def _lead(self, worker: ModelWorker) -> StepExecutor:
-        """Let all ranks prepare for steps together (graph capture). Return rank 0's executor."""
+        """Let all ranks prepare for steps at the same time (graph capture). Return rank 0's executor."""
         from runtime.worker.worker import TARGET
 
         plan, group = self._plan, self._group
@@ -337,12 +344,12 @@ class _ReplicaLoader:
 
 
 def _step_pages(page_bytes: int) -> int:
-    """Return the number of pages that one step can copy to the host tier without a noticeable delay."""
+    """Return the number of pages that one step can copy to the host tier without delaying the step noticeably."""
     return max(1, STEP_BYTES // max(1, page_bytes))
 
 
 def _size_swap_space(plan: Plan, specs: Sequence[Specs]) -> int:
-    """Return the number of host pages for retracted sequences, equal on all ranks. Logs it with the reason."""
+    """Return the number of host pages for retracted sequences, the same on all ranks. Log it with the reason."""
     num_pages, reason = min(host_pages(plan, local) for local in specs)
     if reason:
         level = logging.INFO if num_pages else logging.WARNING
@@ -351,7 +358,7 @@ def _size_swap_space(plan: Plan, specs: Sequence[Specs]) -> int:
 
 
 def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, int]:
-    """Return the number of host tier pages, equal on all ranks, and the bytes of one page on this rank.
+    """Return the number of pages of the host tier (the same on all ranks), and the bytes of one page on this rank.
 
     Raises `ConfigurationError` if the pages do not fit into host memory.
     """
@@ -360,7 +367,7 @@ def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, in
     ranks, parallel = rank_infos(plan), plan.parallel
     sizes = [tier_pages(plan, worker.local_specs(rank), num_pages) for rank in ranks]
     count = min(number for number, _ in sizes)
-    # All ranks of this machine share its memory. On a CPU, the device's pages are in the same memory.
+    # All ranks on this machine share its memory. On a CPU, the KV pool is in the same memory.
     factor = 1 if plan.model.device != "cpu" else 1 + num_pages / count
     here = [page_bytes for _, page_bytes in sizes][parallel.ranks_here.start : parallel.ranks_here.stop]
     needed = int(sum(here) * count * parallel.copies * factor)
@@ -376,16 +383,16 @@ def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, in
 
 
 def _layout(plan: Plan, worker: ModelWorker) -> str:
-    """Return a text that differs between plans whose stored pages are incompatible."""
+    """Return a text that identifies the layout of stored pages. Plans with different texts cannot share stored pages."""
     specs = sorted((str(name), repr(spec)) for name, spec in worker.cache_specs.items())
     parallel, cache = plan.parallel, plan.cache
     return repr((cache.page_size, cache.kv_dtype, parallel.tp_size, parallel.pp_size, plan.draft.path, specs))
 
 
 def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int, flag: str) -> None:
-    """Raise `ConfigurationError` if a cache cannot rewind `max_drafts` rejected tokens.
+    """Raise `ConfigurationError` if a cache kind cannot rewind `max_drafts` rejected draft tokens.
 
-    `flag` is the option that sets this number.
+    `flag` is the option that sets `max_drafts`; the message names it.
     """
     for kind in kinds:
         if kind.steps_back is not None and kind.steps_back < max_drafts:
@@ -400,8 +407,8 @@ def size_cache(
 ) -> tuple[Plan, CacheSetup, list[CacheKind], str]:
     """Size the KV pools of all models on every rank.
 
-    Returns the plan with the final `max_running`, the sizes (equal on all ranks), the cache kinds, and the reason for
-    the sizes. `memory` has the memory of each rank in bytes (see `ModelWorker.memory`).
+    Returns the plan with the final `max_running`, the pool sizes (the same on all ranks), the cache kinds, and a text
+    that says what limited the sizes. `memory` has the memory of each rank in bytes (see `ModelWorker.memory`).
     """
     from runtime.worker.worker import CacheSetup
 
@@ -446,7 +453,7 @@ def rank_infos(plan: Plan) -> list[RankInfo]:
 
 
 def _share_processors(plan: Plan) -> dict[str, str]:
-    """Set this process's number of threads. Return the environment for the worker processes."""
+    """Set the number of CPU threads of this process. Return environment variables for the worker processes."""
     environment = thread_environment(plan)
     if environment:
         import torch
@@ -456,13 +463,14 @@ def _share_processors(plan: Plan) -> dict[str, str]:
 
 
 def _start_failure(error: BaseException) -> BaseException:
-    """Return the error to raise when a replica cannot start. Errors of the system become Penstock's errors."""
+    """Return the error to raise when a replica cannot start. Errors of the operating system become `PenstockError`s."""
     import torch
     from safetensors import SafetensorError
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return EngineFailure(NO_MEMORY)
-    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's error on a CPU
+    # How PyTorch reports too little memory on a CPU.
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):
         return EngineFailure(NO_MEMORY)
     if isinstance(error, SafetensorError):
         return CheckpointError(f"The weights cannot be read: {error}.")
@@ -473,7 +481,7 @@ def _start_failure(error: BaseException) -> BaseException:
 
 @contextmanager
 def _in_time(seconds: float, what: str) -> Iterator[None]:
-    """Raise `ConfigurationError` with advice if the block takes longer than `seconds`."""
+    """Raise `ConfigurationError` with advice if the block takes longer than `seconds`. `what` names the work."""
     try:
         with anyio.fail_after(seconds):
             yield
@@ -490,14 +498,14 @@ def _log_memory(
     reason: str,
     steps: StepMemory | None,
 ) -> None:
-    """Log a table of rank 0's memory. `before` and `after` are measured before and after its pool was allocated."""
+    """Log a table of rank 0's memory. `before` and `after` were measured before and after the KV pool was allocated."""
     table = memory_table(
         device=plan.model.device,
         total_bytes=before["total"],
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         kv_reason=reason,
-        # On a CPU, the pool counts as used only after it is written.
+        # On a CPU, the system counts the pool's memory as used only once it is written, so the pool is subtracted here.
         free_bytes=min(after["available"], before["available"] - kv_bytes),
         steps=steps,
     )
@@ -507,13 +515,13 @@ def _log_memory(
 def _size(
     plan: Plan, specs: Sequence[Specs], memory: Sequence[Mapping[str, int]], steps: StepMemory | None
 ) -> tuple[int, str]:
-    """Return the smallest number of pages that any rank can hold (see `size_pool`), and the reason for this number.
+    """Return the number of pages that fits on every rank (see `size_pool`), and a text that says what limits it.
 
     Raises `ConfigurationError` if other programs use much more memory of one GPU than of another.
     """
     parallel = plan.parallel
     on_cpu = plan.model.device == "cpu"
-    # On a CPU, all ranks of all replicas share one memory.
+    # On a CPU, the pools of all ranks and replicas share the machine's memory.
     sharing = parallel.ranks * parallel.copies if on_cpu else 1
     check_balance([] if on_cpu else [own["available"] for own in memory])
     sizes = [

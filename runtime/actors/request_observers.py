@@ -18,12 +18,12 @@ from runtime.sampling_params import SamplingParams
 
 logger = logging.getLogger("penstock.requests")
 
-SHORT_CHARS = 2048  # at level 2, texts are cut to this length
+SHORT_CHARS = 2048  # at log level 2, texts are cut to this length
 _DEFAULTS = SamplingParams()
 
 
 class RequestLog:
-    """A `RequestObserver` that logs requests. Client data is logged as JSON, so that no text can forge a log line.
+    """Logs requests. Client data is logged as JSON, so that no text can forge a log line.
 
     `level` is the value of `--log-requests-level`.
     """
@@ -88,13 +88,13 @@ class RequestLog:
 
 
 class TimeStatsLog:
-    """A `RequestObserver` that logs how long each request waited and ran."""
+    """Logs how long each request waited and ran, when it ends."""
 
     def began(self, live: LiveRequest) -> None:
-        """Do nothing: times are logged at the end."""
+        """Do nothing: times are logged when the request ends."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Log one line. If the request was in no step, its whole time counts as waiting."""
+        """Log one line. If the request never ran in a step, its whole time counts as waiting."""
         times, now_s = live.times, time.monotonic()
         begun_s = times.scheduled or now_s
         logger.info(
@@ -110,7 +110,7 @@ class TimeStatsLog:
 
 
 def _non_defaults(sampling: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults."""
+    """Return the sampling parameters that differ from their defaults, by name."""
     values = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
     return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
 
@@ -120,13 +120,13 @@ def _json(value: Any) -> str:
 
 
 class RequestMetrics:
-    """A `RequestObserver` that updates the metrics."""
+    """Updates the metrics from the requests."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
 
     def began(self, live: LiveRequest) -> None:
-        """Do nothing: requests are counted at the end."""
+        """Do nothing: requests are counted when they end."""
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """Record the time to the first token, or the time between tokens. Takes about 0.4 us."""

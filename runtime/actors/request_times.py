@@ -6,7 +6,10 @@ from time import monotonic
 
 
 class RequestTimes:
-    """Times (`time.monotonic`) at which a request reached each phase. A field is 0.0 before its phase is reached."""
+    """Times (`time.monotonic`) at which a request reached each phase.
+
+    A field is 0.0 until the request reaches its phase.
+    """
 
     __slots__ = (
         "arrived",
@@ -23,7 +26,7 @@ class RequestTimes:
         self.arrived = monotonic()
         self.tokenizing = 0.0  # written by the tokenizer
         self.tokenized = 0.0
-        self.queued = 0.0  # written by the scheduler actor: when admitted
+        self.queued = 0.0  # written by the scheduler actor, when the request enters its queue
         # Predicted seconds from `arrived` to `first_token`, or 0.0 if unknown. Written by the scheduler actor.
         self.predicted_first_token_s = 0.0
         self.scheduled = 0.0  # written by the scheduler actor: when its first step was launched

@@ -24,36 +24,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 
 MAX_RESTARTS = 3  # failed attempts to restart a replica before it is abandoned
-RESTART_RETRY_S = 10  # clients should retry after this time while no replica is alive
-RESTART_DELAY_S = 1.0  # wait before the second attempt; doubled for each further attempt
+RESTART_RETRY_S = 10  # seconds after which clients should retry while no replica is alive
+RESTART_DELAY_S = 1.0  # wait before the second attempt; it doubles for each further attempt
 
-# If the least busy replica has n requests, `longest_prefix` chooses no replica with more than 2 * n + PREFIX_SLACK. A
-# popular prefix is then computed on a second replica, and both replicas can serve it.
+# `longest_prefix` only chooses a replica that has at most 2 * n + PREFIX_SLACK requests, if the least busy replica has
+# n. The prefix of many requests is then computed on a second replica too, and both replicas can serve it.
 PREFIX_SLACK = 8
 
 
 class ReplicaLoad(NamedTuple):
-    """The load of one replica at the time when a request arrives."""
+    """The load of one replica when a new request arrives."""
 
     num_requests: int  # requests of the replica that have not ended
     num_tokens: int  # prompt and output tokens of these requests
     num_cached: int  # tokens of the new prompt in the replica's prefix cache
 
 
-# Maps the loads of the live replicas to the index of the chosen replica.
+# Chooses a replica: maps the loads of the live replicas to the index of one of them.
 BalancePolicy = Callable[[Sequence[ReplicaLoad]], int]
 
 
 class Router:
     """Routes requests to the scheduler actors of all replicas, which run on one event loop.
 
-    A failed replica is closed and restarted. Its requests without output move to the other replicas. Its remaining
-    requests fail with the reason. The restarted replica gets a share of the waiting requests. The engine fails when the
-    last replica that gets requests is given up. Without `start_replica`, the first failure of a replica ends all of
-    them.
+    A failed replica is closed and restarted. Its requests without output move to the other replicas; its requests with
+    output fail. After the restart, the replica gets a share of the waiting requests. A replica is given up after
+    several failed restarts, and the engine fails when no replica for requests is left. Without `start_replica`, the
+    engine fails when any replica fails.
 
-    If the plan has prefill replicas, they are the first ones. Requests go only to the decode replicas, which are the
-    others. The prefill replicas compute the prompts of these requests (see `PrefillReplicas`).
+    If the plan has prefill replicas, they have the lowest indices. Requests are routed only to the remaining replicas,
+    which are the decode replicas. The prefill replicas compute the prompts of these requests (see `PrefillReplicas`).
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Router:
         self._prompts = PrefillReplicas(plan.cache.page_size) if self._num_prefill else None
         if self._prompts is not None:
             requests.observe(self._prompts)
-        self._given_up: set[int] = set()  # indices of the replicas that are not restarted any more
-        # Scheduler actor of each replica, by index. None while a replica restarts and after it is given up.
+        self._given_up: set[int] = set()  # indices of the replicas that will not be restarted
+        # Scheduler actor of each replica, by replica index. None while the replica restarts and after it is given up.
         self._schedulers: list[SchedulerActor | None] = [
             self._actor(index, replica) for index, replica in enumerate(replicas)
         ]
@@ -88,12 +88,15 @@ class Router:
 
     @property
     def _decoding(self) -> list[SchedulerActor]:
-        """The live replicas that get requests."""
+        """The live replicas to which requests are routed: all except the prefill replicas."""
         return [scheduler for scheduler in self._schedulers[self._num_prefill :] if scheduler is not None]
 
     @property
     def queue_space(self) -> int:
-        """Number of further choices that the queues accept. While no replica is alive, requests wait in the router."""
+        """Number of further choices that the queues accept.
+
+        While no replica is alive, requests wait in the router.
+        """
         if alive := self._decoding:
             return sum(scheduler.queue_space for scheduler in alive)
         return self._max_queued - sum(len(live.sequences) for live in self._requests)
@@ -117,7 +120,7 @@ class Router:
         return min((scheduler.retry_after_s for scheduler in self._decoding), default=RESTART_RETRY_S)
 
     def admit(self, live: LiveRequest) -> None:
-        """Assign a request to a replica. If no replica is alive, the first replica that restarts gets it."""
+        """Assign a request to a replica, or to the first one that restarts if none is alive."""
         alive = self._decoding
         if alive:
             chosen = alive[self._policy(self._loads(alive, live)) if len(alive) > 1 else 0]
@@ -153,11 +156,11 @@ class Router:
     async def _close(self, index: int, scheduler: SchedulerActor) -> None:
         try:
             await scheduler.close()
-        except Exception:  # a failure to close must not end the healthy replicas
+        except Exception:  # an error while closing must not end the healthy replicas
             logger.exception("Replica %d could not be closed.", index)
 
     async def _restart(self, index: int, start_replica: Callable[[int], Awaitable[Replica]]) -> bool:
-        """Restart a replica. Return False if every attempt failed."""
+        """Restart a replica, with several attempts. Return False if every attempt failed."""
         for attempt in range(MAX_RESTARTS):
             if attempt:
                 await anyio.sleep(RESTART_DELAY_S * 2 ** (attempt - 1))
@@ -179,7 +182,7 @@ class Router:
         return False
 
     def _rebalance_waiting(self, restarted: SchedulerActor) -> None:
-        """Move to a restarted replica the waiting requests that other replicas have beyond an equal share."""
+        """Move waiting requests to a restarted replica, so that all replicas have about equally many."""
         waiting: dict[object, list[LiveRequest]] = {scheduler: [] for scheduler in self._decoding}
         for live in self._requests:
             if live.scheduler in waiting and live.waits and live.aborting is None:
@@ -240,7 +243,7 @@ def balance_policy(method: str) -> BalancePolicy:
 
 
 class _RoundRobin:
-    """Chooses the replicas in turn."""
+    """Balance policy that chooses the replicas in turn."""
 
     def __init__(self) -> None:
         self._turns = count()
@@ -260,7 +263,7 @@ def minimum_tokens(replicas: Sequence[ReplicaLoad]) -> int:
 
 
 def longest_prefix(replicas: Sequence[ReplicaLoad]) -> int:
-    """Return the index of the replica with the longest cached prefix. If it is much busier, use `minimum_tokens`."""
+    """Return the index of the replica with the longest cached prefix. If it is too busy, apply `minimum_tokens`."""
     best = max(
         range(len(replicas)),
         key=lambda i: (replicas[i].num_cached, -replicas[i].num_tokens, -replicas[i].num_requests),

@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.scheduler")
 
-# From its bytes to this inbox, a request needs two turns of the event loop (handler, tokenizer). One turn is spare.
+# Number of event-loop turns to wait for requests that arrive together. From its bytes to the scheduler's inbox, a
+# request needs two turns (handler, tokenizer). One turn is spare.
 ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # maximum number of turns to wait while requests keep arriving
-# Before a batch is built, grammar masks are awaited for up to this share of the running step's time. If less than
-# `MIN_WAIT_S` is left, a timer is not worthwhile.
+# Before a batch is built, the actor waits for grammar masks, for up to this share of the running step's time. If less
+# than `MIN_WAIT_S` seconds are left, it does not wait, because a timer would cost more.
 MASK_SHARE, MIN_WAIT_S = 0.5, 0.0002
 QUEUE_PERIOD_S = 1.0
 MAX_RETRY_AFTER_S = 60
@@ -60,10 +61,10 @@ DISPLACED = "The request queue is full, and a request of higher priority took th
 
 
 class SchedulerActor:
-    """Builds, launches and applies steps. Owns a replica's scheduler and runner.
+    """Owns a replica's scheduler and runner. Builds steps, launches them and applies their results.
 
-    With overlap, step n+1 is built and launched before the tokens of step n are known. The deltas of each step go to
-    the detokenizer.
+    With overlap scheduling, step n+1 is built and launched before the tokens of step n are known. The deltas of each
+    step go to the detokenizer.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class SchedulerActor:
         self.runner = runner
         self.progress = Progress(scheduler, plan.log_interval_steps)
         self.steps = StepsInFlight(runner, self.progress, plan.watchdog_timeout_s)
-        # Maximum number of steps in flight while the next batch is built: 1 with overlap, otherwise 0. With pipeline
-        # parallelism: the number of micro-batches - 1.
+        # Maximum number of steps in flight while the next batch is built. With pipeline parallelism, it is the number
+        # of micro-batches - 1. Otherwise it is 1 with overlap scheduling, and 0 without.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._recovery = Recovery(scheduler, self.steps, requests, detokenizer)
         self._watchdog_timeout_s = plan.watchdog_timeout_s
@@ -105,12 +106,12 @@ class SchedulerActor:
         self._inbox: Mailbox[Admit | Abort | EndChoice | GiveBack | Wake] = Mailbox()
         self._series = series
         self._kv_events = kv_events
-        self._num_arriving = 0  # choices whose `Admit` message is in the inbox
-        self._tokens_arriving = 0  # prompt tokens of these choices
+        self._num_arriving = 0  # choices of the `Admit` messages in the inbox
+        self._tokens_arriving = 0  # prompt tokens of these messages
         self._step_tokens = min(plan.step_prompt_tokens, plan.max_prefill_tokens)
-        self.delay_s = 0.0  # wait in seconds before each step, for tests of clients (/slow_down)
+        self.delay_s = 0.0  # wait in seconds before each step, for tests of clients (`/slow_down`)
         self._pauses: list[Pause] = []
-        self._failure: EngineFailure | None = None  # error of a pause that left the replica unusable
+        self._failure: EngineFailure | None = None  # set if a pause left the replica unusable
         self._has_ended = False
 
     @classmethod
@@ -142,7 +143,7 @@ class SchedulerActor:
     # --- messages ---
 
     def admit(self, live: LiveRequest) -> None:
-        """Queue a request for computation."""
+        """Add a request to the queue."""
         live.scheduler = self
         live.times.queued = time.monotonic()
         predicted_s = self._predicted_s(live)
@@ -159,7 +160,7 @@ class SchedulerActor:
         self._inbox.put(Admit(live))
 
     def abort(self, live: LiveRequest) -> None:
-        """End all choices of the request with `live.aborting`."""
+        """End all choices of the request with the finish `live.aborting`."""
         self._inbox.put(Abort(live))
 
     def end_choice(self, live: LiveRequest, index: int) -> None:
@@ -167,12 +168,12 @@ class SchedulerActor:
         self._inbox.put(EndChoice(live, index))
 
     def give_back(self, live: LiveRequest, to: Callable[[LiveRequest], None]) -> None:
-        """Withdraw a request and call `to` with it, unless the request has already run."""
+        """Remove a request that has not run yet, and call `to` with it. Does nothing if the request has run."""
         self._inbox.put(GiveBack(live, to))
 
     @property
     def queue_space(self) -> int:
-        """Number of further choices that the queue accepts, after those in the inbox."""
+        """Number of further choices that the queue accepts, counting the requests in the inbox as queued."""
         return self.scheduler.queue_space - self._num_arriving
 
     @property
@@ -183,8 +184,8 @@ class SchedulerActor:
     def first_token_s(self, num_tokens: int, urgency: float = -math.inf) -> float | None:
         """Predict the seconds until the first token of a new request with `num_tokens` uncached prompt tokens.
 
-        Running and waiting prompts with at least this urgency come first. Returns None if the speed of prompts has not
-        been measured.
+        Prompts in the engine with at least this urgency are computed first. Returns None if the prefill speed has not
+        been measured yet.
         """
         token_s, decode_s = self.progress.times.prompt_token_s, self.progress.times.decode_s or 0.0
         if token_s is None:
@@ -205,7 +206,10 @@ class SchedulerActor:
         return self.first_token_s(num_tokens, first.urgency if self._priorities else -math.inf)
 
     def _refusal(self, live: LiveRequest, predicted_s: float) -> PenstockError | None:
-        """Return an error if the first token is predicted to come too late, or None. `predicted_s` counts from now."""
+        """Return the error if the first token would come too late, else None.
+
+        `predicted_s` is its predicted time from now.
+        """
         limit_s = self._max_first_token_s
         if limit_s is not None and predicted_s > limit_s:
             text = f"The first token is predicted in {predicted_s:.1f} s; this server accepts {limit_s:g} s."
@@ -228,7 +232,7 @@ class SchedulerActor:
 
     @property
     def alive(self) -> list[SchedulerActor]:
-        """A list of only this actor, for callers that also work with a `Router`."""
+        """A list with only this actor, so that callers can treat it like a `Router`."""
         return [self]
 
     # --- lifecycle ---
@@ -258,7 +262,7 @@ class SchedulerActor:
                     pause.reached.set_exception(EngineClosed(ENDED))
 
     async def close(self) -> None:
-        """Close the runner. A hanging device is abandoned after `CLOSE_TIMEOUT_S`; its thread is a daemon."""
+        """Close the runner. A device that hangs is abandoned after `CLOSE_TIMEOUT_S` with its daemon thread."""
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await anyio.to_thread.run_sync(self.runner.close, abandon_on_cancel=True)
         if self._kv_events is not None:
@@ -266,7 +270,7 @@ class SchedulerActor:
                 await anyio.to_thread.run_sync(self._kv_events.close)
 
     def flush(self) -> bool:
-        """Empty the prefix tree. Return False, without effect, while requests run or wait."""
+        """Empty the prefix tree. Return False, and do nothing, while requests run or wait."""
         flushed = self.scheduler.flush()
         self._publish_events()
         return flushed
@@ -275,8 +279,8 @@ class SchedulerActor:
     async def paused(self) -> AsyncIterator[Pause]:
         """Finish the steps in flight, and launch none inside the context. Requests are still admitted and aborted.
 
-        Running sequences continue afterwards, unless `recompute` or `failure` of the `Pause` is set. Raises
-        `EngineClosed` if the actor ends first.
+        Running sequences then continue. If the caller sets `Pause.recompute`, they are recomputed first; if it sets
+        `Pause.failure`, the replica fails. Raises `EngineClosed` if the actor ends first.
         """
         if self._has_ended:
             raise EngineClosed(ENDED)
@@ -297,7 +301,7 @@ class SchedulerActor:
             self._inbox.put(WAKE)
 
     async def _stand_still(self) -> None:
-        """Return when all pauses have ended. Raises `Pause.failure` if a pause set it."""
+        """Return when all pauses have ended. Raises `Pause.failure` if it is set."""
         while self._pauses:
             if self.steps:
                 await self._finish_oldest()
@@ -308,7 +312,7 @@ class SchedulerActor:
             await self._inbox.wait()
             try:
                 self._receive()
-            except Exception as error:  # as in `_run_steps`
+            except Exception as error:  # handled as in `_run_steps`
                 await self._recovery.after_exception(error)
         if self._failure is not None:
             raise self._failure
@@ -327,7 +331,7 @@ class SchedulerActor:
                 if self.steps:
                     await self._wait_for_masks()
                 batch = self.scheduler.fill()
-                self._publish_events()  # includes the events of the step applied last
+                self._publish_events()  # includes the events of the last applied step
             except Exception as error:  # too little host memory, or a programming error in the scheduler
                 await self._recovery.after_exception(error)
                 continue
@@ -345,7 +349,7 @@ class SchedulerActor:
                 await self._gather()
 
     async def _wait_for_masks(self) -> None:
-        """Wait for masks that may force tokens, up to `MASK_SHARE` of the running step's time."""
+        """Wait for grammar masks that may force tokens, up to `MASK_SHARE` of the running step's time."""
         masks = self.scheduler.awaited_masks
         if masks is None:
             return
@@ -354,13 +358,14 @@ class SchedulerActor:
             return
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()
-        masks.when_there(lambda: _call_soon(loop, _set, arrived))  # usually all masks arrive together
+        # Usually all masks arrive together, so waiting for one is enough.
+        masks.when_there(lambda: _call_soon(loop, _set, arrived))
         timer = loop.call_later(left_s, _set, arrived)
         await arrived
         timer.cancel()
 
     def _wake_with_host_data(self) -> None:
-        """Put `WAKE` into the inbox when host data arrives. Called when no sequence can be computed."""
+        """Put `WAKE` into the inbox when a stalled sequence's host data arrives. Called when no sequence can run."""
         loop = asyncio.get_running_loop()
         for data in self.scheduler.awaited:
             data.when_there(lambda: _call_soon(loop, self._inbox.put, WAKE))
@@ -368,8 +373,9 @@ class SchedulerActor:
     async def _gather(self) -> None:
         """Wait some microseconds for requests that arrive together. Called when no step is running.
 
-        Without this wait, the first request would be computed alone, and all later requests would wait for its
-        step and, with overlap, for the next step. The wait ends early when the waiting prompts fill a step.
+        Without this wait, the first request would run alone, and the requests that arrive just after it would wait for
+        its step and, with overlap scheduling, for the step after it. The wait ends early when the waiting prompts fill
+        a step.
         """
         num_before, num_quiet = 0, 0
         for _ in range(MAX_ARRIVAL_TURNS):
@@ -410,7 +416,7 @@ class SchedulerActor:
             self._series.launched(batch)
 
     def _note_entered(self, batch: Batch) -> None:
-        """Record the times of sequences that are in a step for the first time."""
+        """Record the time for sequences that run in a step for the first time."""
         now_s = time.monotonic()
         for sequence in batch.sequences:
             live = self._requests.get(sequence.request.id)
@@ -423,9 +429,9 @@ class SchedulerActor:
     async def _finish_oldest(self) -> None:
         try:
             output = await self.steps.output()
-        except WorkerFailed:  # the replica is lost; `run` raises this error
+        except WorkerFailed:  # the replica is lost; `run` raises the error
             raise
-        except Exception as error:  # a failed forward pass ends only requests of this step
+        except Exception as error:  # a failed forward pass ends only requests of its step
             await self._recovery.after_failed_step(error)
             return
         batch = self.steps.pop()
@@ -452,7 +458,10 @@ class SchedulerActor:
             self._series.applied(batch, duration_s, num_tokens)
 
     def _receive(self) -> None:
-        """Process all messages. An exception fails the message's request. The first exception is raised at the end."""
+        """Process all messages. If a message raises an exception, its request fails.
+
+        Raise the first exception at the end.
+        """
         broken: Exception | None = None
         self._tokens_arriving = 0
         for message in self._inbox.take():
@@ -462,7 +471,8 @@ class SchedulerActor:
                 self._take_in(message)
             except Exception as error:
                 reason = StepFailed(BROKEN)
-                # A refusal, for example `Overloaded`, ends only its request and needs no rebuild.
+                # A refusal, such as `Overloaded`, ends only its request. The scheduler's tables are intact, so nothing
+                # is rebuilt.
                 if isinstance(error, PenstockError) and isinstance(message, Admit):
                     reason = error
                 else:
@@ -493,7 +503,10 @@ class SchedulerActor:
                 self._detokenizer.inbox.put(deltas)
 
     def _displace(self, urgency: int) -> None:
-        """Fail the newest of the least urgent waiting requests until a more urgent one fits into the queue."""
+        """Fail waiting requests of lower urgency until a request with this urgency fits into the queue.
+
+        The least urgent requests fail first, and the newest of them.
+        """
         waiting = [live for live in self._requests if live.scheduler is self and live.waits]
         waiting = [live for live in waiting if live.sequences and live.sequences[0].urgency < urgency]
         while waiting and self.scheduler.queue_space <= 0:
@@ -509,5 +522,5 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
-    with suppress(RuntimeError):  # the loop is closed
+    with suppress(RuntimeError):  # raised if the loop is closed
         loop.call_soon_threadsafe(call, *args)

@@ -18,7 +18,7 @@ class Admit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """End all choices of a request. Each choice gets a last delta."""
+    """End all choices of a request. A final delta is sent for each choice."""
 
     live: LiveRequest
 
@@ -31,14 +31,14 @@ class EndChoice(NamedTuple):
 
 
 class GiveBack(NamedTuple):
-    """Withdraw a request and call `to` with it, unless the request has already run."""
+    """Remove a request that has not run yet, and call `to` with it."""
 
     live: LiveRequest
     to: Callable[[LiveRequest], None]
 
 
 class Wake(NamedTuple):
-    """Wakes the actor, for example when a late grammar mask arrived for a sequence that is in no step."""
+    """Wake the actor, for example because the late grammar mask of a sequence that is in no step has arrived."""
 
 
 WAKE = Wake()
@@ -46,11 +46,11 @@ WAKE = Wake()
 
 @dataclass(slots=True, eq=False)
 class Pause:
-    """A period without steps. The caller of `paused` sets how it ends."""
+    """A period without steps. The caller of `paused` sets the fields that decide what happens at its end."""
 
-    reached: asyncio.Future[None]  # its result is set when no step is in flight
+    reached: asyncio.Future[None]  # resolved when no step is in flight
     weights_changed: bool = False
-    checkpoint: str | None = None  # path of the new weights; None: unknown
-    recompute: bool = False  # whether, at the end, the prefix tree is emptied and all sequences are recomputed
-    # If set, the replica is unusable and fails with this error at the end of the pause.
+    checkpoint: str | None = None  # path of the new weights, or None if they have no known path
+    recompute: bool = False  # whether the prefix tree is emptied and all sequences are recomputed at the end
+    # If not None, the replica is unusable, and fails with this error at the end of the pause.
     failure: EngineFailure | None = None

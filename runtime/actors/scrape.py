@@ -1,6 +1,6 @@
 """The metrics of an engine for Prometheus. Each engine has its own registry.
 
-Gauges are read from the engine during the scrape. They are never stale, and cost nothing between scrapes.
+Gauges are read from the engine during the scrape, so they are current and cost nothing between scrapes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class EngineCollector:
 def exposition(core: EngineCore) -> bytes:
     """Return the current metrics in Prometheus's text format. Raises `NotFound` if metrics are off.
 
-    OpenMetrics is not offered, because prometheus-client replaces the colons in names in that format, and dashboards
-    need them. Must be called on the engine's event loop.
+    Must be called on the engine's event loop. The OpenMetrics format is not offered: prometheus-client replaces the
+    colons in its metric names, and dashboards need the names with colons.
     """
     from prometheus_client.exposition import generate_latest
 
@@ -61,7 +61,10 @@ def exposition(core: EngineCore) -> bytes:
 
 
 def registry(core: EngineCore) -> CollectorRegistry:
-    """Return a registry with the metrics of this engine and of its process. Raises `NotFound` if metrics are off."""
+    """Return a registry with the metrics of this engine and of its process (memory, CPU).
+
+    Raises `NotFound` if metrics are off.
+    """
     from prometheus_client import CollectorRegistry
     from prometheus_client.process_collector import ProcessCollector
 
@@ -157,7 +160,7 @@ def _replica(core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, mod
         "decode": series.generated_tokens,
     }
     yield from _by("sglang:realtime_tokens", labels, "mode", tokens)
-    # A row counts at a position if more draft tokens than the position's number (from 0) were accepted.
+    # The count of position p (from 0) is the number of rows that accepted more than p draft tokens.
     histogram = load.drafts.histogram
     accepted = {str(position): sum(histogram[position + 1 :]) for position in range(max(len(histogram) - 1, 1))}
     yield from _by("vllm:spec_decode_num_accepted_tokens_per_pos", labels, "position", accepted)

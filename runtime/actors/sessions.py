@@ -1,8 +1,8 @@
-"""Sessions: requests that continue the tokens of an earlier request without sending them again.
+"""Sessions: a request continues the tokens of an earlier request without sending these tokens again.
 
-A session keeps the tokens (prompt and output) of its ended requests by their rid. A new request of the session names
-an ended request, and its prompt begins with the kept tokens of that request. The prefix cache then supplies the earlier
-request's pages, unless they were evicted.
+A session keeps the prompt and output tokens of each ended request under the request's rid. A new request of the session
+names one of these rids, and its prompt begins with the tokens kept under it. The prefix cache still has the pages of
+these tokens, unless they were evicted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Request, SessionParams
 
 MAX_SESSIONS = 1024
-MAX_TOKENS = 2**24  # maximum number of tokens in all sessions; each takes 4 bytes
+MAX_TOKENS = 2**24  # maximum number of tokens kept in all sessions; a token takes 4 bytes
 MAX_NAME = 256
 
 
 class _Turn:
-    """The tokens of one request of a session. They are known after the request has ended (not `is_live`)."""
+    """The tokens of one request of a session. They are unknown while the request `is_live`."""
 
     __slots__ = ("is_live", "num_prompt", "tokens")
 
@@ -45,12 +45,12 @@ class _Session:
 class Sessions:
     """The open sessions of an engine. Observes requests to keep their tokens when they end.
 
-    If there are too many sessions or tokens, the client with the most of them loses its least recently used session. A
-    client therefore cannot close another client's sessions by opening more of its own.
+    If there are too many sessions (or tokens), the client that has the most sessions (or tokens) loses its least
+    recently used session. A client that opens many sessions therefore loses only its own.
     """
 
     def __init__(self, bos_id: int | None) -> None:
-        """`bos_id` is the token that the tokenizer puts before each text. It is removed from continuations."""
+        """Create the table. `bos_id` is the token that the tokenizer puts before each text. Continuations omit it."""
         self._bos_id = bos_id
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._num_tokens = 0
@@ -82,7 +82,7 @@ class Sessions:
         self._num_tokens -= session.num_tokens
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if the request's session is not open, or does not have the request to continue."""
+        """Raise `InvalidRequest` if the request's session is not open, or lacks the request to continue."""
         params = request.session
         if params is None:
             return
@@ -99,9 +99,9 @@ class Sessions:
                 raise InvalidRequest(f"The request {params.rid[:80]!r} has not ended.", param="session_params")
 
     def continued(self, request: Request, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of a request: those of the request that it continues, then its own.
+        """Return the tokens of the earlier request that a request continues, followed by the request's own tokens.
 
-        Raises `InvalidRequest` if the session was closed or is too small.
+        Raises `InvalidRequest` if the session was closed or its capacity is too small.
         """
         params = request.session
         if params is None:
@@ -128,7 +128,7 @@ class Sessions:
         return
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Keep the tokens of an ended request of a session."""
+        """Keep the tokens of an ended request, if it belongs to a session."""
         params = live.request.session
         session = None if params is None else self._sessions.get(params.id)
         turn = None if session is None else session.turns.get(live.request.label)
@@ -156,7 +156,7 @@ class Sessions:
         return tokens[: params.offset] if params.offset else tokens
 
     def _forget(self, session: _Session, kept: str | None) -> None:
-        """Forget all ended requests of a session that began after `kept`.
+        """Forget the ended requests of a session that began after the request `kept`.
 
         If `kept` is None, forget all ended requests.
         """
@@ -168,7 +168,7 @@ class Sessions:
 
     def _find(self, name: str, owner: str | None) -> _Session:
         session = self._sessions.get(name)
-        # A session of another client raises the same error, so that clients cannot find out its name.
+        # The error is the same for another client's session, so that clients cannot probe for its name.
         if session is None or (owner is not None and session.owner != owner):
             raise InvalidRequest(f"The session {name[:80]!r} is not open.", param="session_params")
         return session

@@ -22,8 +22,8 @@ class Status:
     num_waiting: int
     num_requests: int
     num_pages: int
-    num_used_pages: int  # used by running sequences
-    num_cached_pages: int  # kept only for prefix sharing
+    num_used_pages: int  # pages used by running sequences
+    num_cached_pages: int  # pages used only by the prefix tree
     page_size: int
     num_used_tokens: int
     max_total_tokens: int
@@ -33,15 +33,15 @@ class Status:
     num_swapped_in: int  # pages copied back to the device, since the start
     host_tier: TierCounts  # pages of the prefix tree in host memory
     storage: StorageCounts  # pages in storage
-    num_forced: int  # tokens forced by grammars that needed no step of their own, since the start
+    num_forced: int  # forced tokens (see `runtime.scheduler.fast_forward`) that saved a step each, since the start
     num_steps: int
     num_generated: int
     gen_throughput: float
-    kernels: str = ""  # kernels that compute the model
+    kernels: str = ""  # name of the kernels that compute the model
     step_age_s: float = 0.0  # seconds since the oldest step in flight began; 0.0 if there is none
-    predicted_step_s: float | None = None  # None if unknown or no step is in flight
-    hangs: bool = False  # whether the oldest step takes much longer than predicted
-    queue_space: int = 0  # further sequences that the queue accepts
+    predicted_step_s: float | None = None  # predicted time of this step; None if unknown or if no step is in flight
+    hangs: bool = False  # whether the oldest step in flight takes much longer than predicted
+    queue_space: int = 0  # number of further sequences that the queue accepts
     estimated_wait_s: float = 0.0  # expected seconds until a new request runs
 
     def __repr__(self) -> str:

@@ -16,11 +16,11 @@ from runtime.errors import WorkerFailed
 logger = logging.getLogger("penstock.scheduler")
 
 WATCHDOG_PERIOD_S = 1.0
-STALL_S = 0.5  # if the event loop is delayed longer than this, the whole process was stalled
+STALL_S = 0.5  # if the event loop is delayed by more than this, the whole process was probably suspended
 
 
 class StepsInFlight:
-    """Launched steps in launch order. Results arrive in the same order, and only the oldest is awaited."""
+    """Launched steps in the order of their launch. Results arrive in this order, so only the oldest is awaited."""
 
     def __init__(self, runner: Runner, progress: Progress, watchdog_timeout_s: float) -> None:
         self._runner = runner
@@ -61,9 +61,9 @@ class StepsInFlight:
         self._progress.note_launch(batch)
 
     async def output(self) -> StepOutput:
-        """Return the result of the oldest step, which stays in flight until `pop`. Always yields to the event loop.
+        """Wait for the result of the oldest step, and return it. The step stays in flight until `pop`.
 
-        Raises the exception of the forward pass. Cancellation does not stop the step.
+        Always yields to the event loop. Raises the exception of the forward pass. Cancellation does not stop the step.
         """
         _, future = self._steps[0]
         self._runner.finish_oldest()
@@ -73,25 +73,26 @@ class StepsInFlight:
         return await asyncio.shield(future)
 
     def pop(self) -> Batch:
-        """Remove and return the oldest step. Its result has arrived or is no longer needed."""
+        """Remove and return the oldest step. Call it when its result has arrived or is not needed."""
         batch, _ = self._steps.popleft()
         return batch
 
     async def drain(self) -> None:
-        """Wait for all steps and discard their results. Raises `WorkerFailed`."""
+        """Wait until all steps have ended, and discard their results. Raises `WorkerFailed`."""
         while self._steps:
             try:
                 await self.output()
             except WorkerFailed:
                 raise
-            except Exception as error:  # the results of these steps are discarded anyway
+            except Exception as error:  # the results of these steps are discarded, so their errors do not matter
                 logger.error("A later step failed too: %s", error)
             self.pop()
 
     async def wait_until_overdue(self) -> None:
         """Return when a step has not finished within the watchdog's timeout.
 
-        Time during which the whole process was stalled (stopped, or moved with its machine) does not count.
+        Time during which the whole process was suspended (by a signal, or while its virtual machine moved) does not
+        count.
         """
         timeout_s = self._watchdog_timeout_s
         period_s = min(WATCHDOG_PERIOD_S, timeout_s / 2) if timeout_s > 0 else WATCHDOG_PERIOD_S

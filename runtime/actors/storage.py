@@ -1,7 +1,7 @@
-"""Moves pages between the host tier of a replica and a page store, concurrently with the steps.
+"""Moves KV pages between a replica's host tier and a page store, while steps run.
 
-`kv_cache/storage_tier.py` decides which pages move. This module makes every rank move its share, and limits how long
-requests wait for their pages.
+`kv_cache/storage_tier.py` decides which pages move. This module makes every rank move its shard of each page, and
+limits how long requests wait for their pages.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 
 MAX_LOADS = 4  # maximum number of concurrent loads
-MAX_WATCHES = 64  # the same on a decode server, whose loads mostly wait for prompts to be computed
-FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts has been measured
-STALL_S = 5.0  # longest wait for a prompt to arrive at a prefill server
-# A decode server asks for further pages after this share of its wait so far, but within these limits.
+# The same on a decode server, where most loads only wait until a prefill server has computed the prompt.
+MAX_WATCHES = 64
+FIRST_WAIT_S = 1.0  # longest wait for pages while the prefill speed is unknown
+STALL_S = 5.0  # longest wait until a prompt arrives at the prefill server
+# A decode server asks again for missing pages after this share of the time that it has waited, within these bounds.
 POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.03, 0.002, 0.005
-# While a CPU computes steps, saves take at most this share of the time, and this number of pages at a time.
+# While a CPU computes steps, saves take at most this share of the time, and move at most this number of pages at once.
 SAVE_SHARE, SAVED_AT_ONCE = 0.02, 8
-LOOKUP_S = 0.0005  # each concurrent load lengthens the time between two questions by this time
-BACKENDS = ("file",)  # backends that a client may attach, if it names neither a folder nor a class
-LAYOUT = "1"  # must change whenever pages of equal tokens get other bytes
+LOOKUP_S = 0.0005  # added to the interval between two lookups, for each concurrent load
+BACKENDS = ("file",)  # backends that a client may attach without naming a folder or class
+LAYOUT = "1"  # version of the page layout; change it whenever the bytes of a page change
 
 NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout page_first if it is attached later."
 
 
 @runtime_checkable
 class WatchedStore(Protocol):
-    """A store whose pages other servers compute for this one (see `PeerPages.watch`)."""
+    """A store whose pages are computed by prefill servers (see `PeerPages.watch`)."""
 
     def watch(self, prompt: bytes, keys: Sequence[bytes]) -> tuple[int, PromptState]: ...
 
@@ -73,9 +74,13 @@ class Storage:
     def __init__(
         self, plan: Plan, path: str, layout: str, tier: StorageTier, scheduler: Scheduler, runner: Runner
     ) -> None:
-        """`path` is the path of the checkpoint. `layout` identifies the layout of the pages on all ranks."""
+        """Create the storage of a replica.
+
+        `path` is the checkpoint's path, and `layout` identifies the page layout of all ranks.
+        """
         self.attachment: Attachment | None = None
-        self.wake: Callable[[], None] = lambda: None  # called when waiting sequences may be admitted
+        # Called when waiting sequences may be admitted because their pages have arrived.
+        self.wake: Callable[[], None] = lambda: None
         self.path: str | None = path  # path of the checkpoint; None if the weights do not come from a checkpoint
         self._plan = plan
         self._layout = layout
@@ -83,21 +88,21 @@ class Storage:
         self._scheduler = scheduler
         self._runner = runner
         self._store: PageStore | None = None  # rank 0's store, used for lookups
-        # The prompts of a prefill server; None with other stores.
+        # Changes in the prompts of a prefill server, to be told to decode servers. None with other stores.
         self._prompts = PromptNotes(tier, scheduler, plan.cache.page_size) if plan.cache.storage == "prefill" else None
         self._prompt_work = asyncio.Event()
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
-        self._rested = asyncio.Event()  # set when saves need not wait for steps any more
+        self._rested = asyncio.Event()  # set when saves need not pause for steps
         self._attaching = anyio.Lock()
-        self._saving = anyio.Lock()  # held while a save moves pages
+        self._saving = anyio.Lock()  # held while pages are being saved
         self._num_moving = 0
-        self._quiet = asyncio.Event()  # set while no page is moving
+        self._quiet = asyncio.Event()  # set while no pages are being moved
         self._quiet.set()
 
     @property
     def is_blocks(self) -> bool:
-        """Whether each host page is one block of memory. Only then can a store be attached."""
+        """Whether each host page is one contiguous block of memory. A store can be attached only then."""
         return self._plan.cache.host_layout != "layer_first"
 
     async def run(self) -> None:
@@ -121,7 +126,7 @@ class Storage:
                     tasks.start_soon(self._load, wanted, limit)
 
     def notify(self) -> None:
-        """Look for work. Called after steps, when launched batches carry all their copies."""
+        """Check for pages to move. Called after steps, when the launched batches contain all pending copies."""
         if self._tier.attached and (self._tier.has_work or self._scheduler.has_copies):
             self._work.set()
             self._save_work.set()
@@ -131,7 +136,7 @@ class Storage:
             self._prompt_work.set()
 
     def note_arrival(self, sequences: Sequence[TokenSequence]) -> None:
-        """Note the sequences of a new request, even of one that is refused."""
+        """Record the sequences of a new request for the decode servers. Also called if the request is then refused."""
         if self._prompts is not None and self._tier.attached:
             self._prompts.begin(sequences)
             self._prompt_work.set()
@@ -161,7 +166,7 @@ class Storage:
             logger.info("Storage is attached: %s, pages of model %s.", attachment.backend, name[:12])
 
     async def detach(self) -> None:
-        """Stop using the store, after pages that are moving have arrived. The store keeps its pages."""
+        """Stop using the store, after pages that are being moved have arrived. The store keeps its pages."""
         async with self._attaching:
             self.forsake()
             await self._quiet.wait()
@@ -170,9 +175,9 @@ class Storage:
                 self._store = None
 
     def weights_changed(self, path: str | None = None) -> None:
-        """Stop using the store, because its pages do not fit the new weights.
+        """Stop using the store, because its pages were computed with the old weights.
 
-        `path` is the new checkpoint, if known.
+        `path` is the path of the new checkpoint, or None if unknown.
         """
         if self._tier.attached:
             logger.warning("Storage is off, because the weights changed; attach it again.")
@@ -180,7 +185,7 @@ class Storage:
         self.forsake()
 
     def forsake(self) -> None:
-        """Start no further move of pages, and stop using the store."""
+        """Stop using the store at once, and start no further transfers."""
         if self._tier.attached:
             self._tier.detach()
             self._rested.set()
@@ -190,7 +195,7 @@ class Storage:
     async def clear(self) -> None:
         """Remove all pages of this model and layout from the store, and cancel pending saves.
 
-        Raises `InvalidRequest` without a store.
+        Raises `InvalidRequest` if no store is attached.
         """
         if not self._tier.attached:
             raise InvalidRequest("No storage backend is attached.")
@@ -210,7 +215,7 @@ class Storage:
     # --- move pages ---
 
     async def _load(self, wanted: Wanted, limit: asyncio.Semaphore) -> None:
-        """Load the pages of one lookup. Then allow its sequences to be admitted."""
+        """Load the pages of one lookup. Then let the sequences that wait for them be admitted."""
         self._begin_move()
         done = asyncio.ensure_future(self._fetch(wanted))
         try:
@@ -229,7 +234,7 @@ class Storage:
             limit.release()
 
     def _patience_s(self, wanted: Wanted) -> float | None:
-        """Longest time in seconds that a request waits for its pages, or None if there is no limit."""
+        """Longest time in seconds that a request waits for these pages, or None if there is no limit."""
         if self._plan.cache.prefetch_policy != "timeout":
             return None
         page_s = self._tier.compute_s
@@ -241,7 +246,7 @@ class Storage:
             return
         try:
             num_found = await self._found(store, wanted)
-        except Exception as error:  # an error in the user's own store
+        except Exception as error:  # the store may be the user's own class
             logger.warning("Storage failed: %s: %s", type(error).__name__, error)
             num_found = 0
         if not self._tier.attached:
@@ -263,8 +268,9 @@ class Storage:
     async def _found(self, store: PageStore, wanted: Wanted) -> int:
         """Return how many of the wanted pages the store has.
 
-        If a prefill server computes the prompt, wait for all its pages, as long as the prefill server works on the
-        prompt and a request needs it. With other stores, a client's header has no effect.
+        If a prefill server computes the prompt, first wait for all its pages. The wait ends early if the prefill server
+        stops working on the prompt or no request needs it. With other stores, the client's header that announces a
+        prefill server has no effect.
         """
         keys = wanted.keys[wanted.first :]
         is_watched = self._plan.cache.storage == "decode" and isinstance(store, WatchedStore)
@@ -287,11 +293,11 @@ class Storage:
             await asyncio.sleep(max(poll_s, self._num_moving * LOOKUP_S))
 
     def _is_prefilled(self, wanted: Wanted) -> bool:
-        """Return whether a waiting request needs pages that a prefill server computes."""
+        """Return whether a waiting request expects these pages from a prefill server."""
         return any(each.request.caller.prefilled and each in self._scheduler for each in wanted.sequences)
 
     async def _tell_prompts(self, prompts: PromptNotes) -> None:
-        """Tell the store which prompts are pending and which have ended, even after pages are offered no longer."""
+        """Tell the store which prompts began and ended. Goes on even after this server stops offering pages."""
         while True:
             await self._prompt_work.wait()
             self._prompt_work.clear()
@@ -327,19 +333,25 @@ class Storage:
 
     @property
     def _slows_steps(self) -> bool:
-        """Whether saves would take processor time from steps. Pages that another server waits for are saved anyway."""
+        """Whether saves would take CPU time from steps.
+
+        False if another server waits for the pages: they are saved at once.
+        """
         on_cpu = self._plan.model.device == "cpu" and self._plan.cache.storage not in ("prefill", "decode")
         return on_cpu and self._scheduler.num_running > 0
 
     async def _rest(self, seconds: float) -> None:
-        """Leave the processor to the steps after a save that took `seconds`, until no step runs."""
+        """Pause after a save that took `seconds`, so that the steps get the CPU. Returns early when no step runs."""
         if self._slows_steps and self._tier.attached and not self._tier.is_distrusting:
             self._rested.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._rested.wait(), seconds * (1 / SAVE_SHARE - 1))
 
     async def _save_some(self) -> float | None:
-        """Save the next pages to the store. Return the seconds that this took, or None if no pages are waiting."""
+        """Save the next pages to the store.
+
+        Return the seconds that this took, or None if no page is waiting to be saved.
+        """
         save = self._tier.take_save(SAVED_AT_ONCE) if self._slows_steps else self._tier.take_save()
         if save is None:
             return None
@@ -360,10 +372,10 @@ class Storage:
         return await asyncio.shield(self._runner.call(verb, payload))
 
     def _push_copies(self) -> asyncio.Future[list[Any]] | None:
-        """Enqueue the copies that would otherwise wait for the next batch. Later work on the ranks runs after them.
+        """Enqueue pending page copies on the ranks now, before the next batch. Later work on the ranks runs after them.
 
-        Returns their future, or None if there are no copies. When it ends, the copied pages are settled, even if no
-        caller waits for it.
+        Returns their future, or None if there are no copies. When the future ends, the copied pages are marked as
+        valid, even if no caller awaits it.
         """
         if not self._scheduler.has_copies:
             return None
@@ -392,13 +404,13 @@ class Storage:
 
 
 async def _end_of(copied: asyncio.Future[list[Any]] | None) -> None:
-    """Wait until copies have ended. Raises their error."""
+    """Wait until the copies have ended. Raises their error."""
     if copied is not None:
         await asyncio.shield(copied)
 
 
 def refuse_unsafe(attachment: Attachment, plan: Plan) -> None:
-    """Raise `NotSupported` if a client names a folder or a class, unless it repeats the command line's settings.
+    """Raise `NotSupported` if a client names a folder or class that differs from the command line's settings.
 
     Raises `InvalidRequest` if the backend does not exist.
     """

@@ -1,4 +1,4 @@
-"""The tokenizer actor: encodes prompts (long ones on threads), and passes the requests to the scheduler."""
+"""The tokenizer actor: encodes prompts (long ones on threads), and passes requests to the scheduler actor."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.tokenizer")
 
-# Texts up to this length are encoded on the event loop, which takes at most 0.5 ms. A thread would cost as much.
+# Texts up to this length are encoded on the event loop, which takes at most 0.5 ms. Starting a thread takes as long.
 INLINE_CHARS = 2048
 NO_GRAMMARS = "This server cannot constrain outputs: it has no tokenizer or runs with --grammar-backend none."
-MAX_WAITING_BYTES = 64 * 1024 * 1024  # maximum memory of the waiting texts; encoding them takes about 20 s
+# Maximum memory in bytes of the texts that wait to be encoded, which takes about 20 s.
+MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 
 class TokenizerActor:
@@ -61,25 +62,25 @@ class TokenizerActor:
         self._grammars = grammars
         self._adapters = adapters
         self._media = media
-        # For each kind of media: the id of its placeholder, if the placeholder is a single token.
+        # For each kind of media: the token id of its placeholder, or None if the placeholder is several tokens.
         places = {} if media is None or tokenizer is None else media.placeholders
         self._placeholder_ids: dict[Kind, int | None] = {
             kind: tokenizer and _single_id(tokenizer, text) for kind, text in places.items()
         }
         self._sessions = sessions
-        # One thread compiles the texts of sampling parameters. This is Python code, so several threads would block the
+        # Only one thread compiles the texts of sampling parameters: several threads of Python code would block the
         # event loop.
         self._reading = anyio.CapacityLimiter(1)
         self._encoding = anyio.CapacityLimiter(num_threads)  # threads that encode long texts
-        # Requests. The bool is True if nothing needs to be compiled or loaded for the request any more.
+        # Submitted requests. The bool is True if the request's media, grammar and adapter are ready.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
         self._num_waiting = 0  # choices of requests that are not yet admitted to the scheduler
         self._waiting_bytes = 0
 
     def check_queue_space(self, request: Request | None = None) -> None:
-        """Raise `Overloaded` if the requests that wait to be tokenized will already fill the scheduler's queue.
+        """Raise `Overloaded` if the requests that are being tokenized already fill the scheduler's queue.
 
-        `request` is None for a request whose body has not been read yet.
+        `request` is None if the request's body has not been read yet.
         """
         if self._num_waiting >= self._scheduler.queue_space and (
             request is None or not (request.follows or self._processor.urgency(request) > self._scheduler.least_urgency)
@@ -96,7 +97,7 @@ class TokenizerActor:
             raise Overloaded("Too much text is waiting to be tokenized.", retry_after_s=retry_after_s)
 
     def submit(self, live: LiveRequest) -> None:
-        """Tokenize and schedule a request that has a text or ids. Returns immediately."""
+        """Start to tokenize a request that has a text or ids, and then admit it. Returns immediately."""
         self._num_waiting += live.request.sampling.n
         self._waiting_bytes += num_text_bytes(live.request)
         if live.request.media and self._media is not None:
@@ -120,17 +121,17 @@ class TokenizerActor:
                         short.append(live)
                     else:
                         tasks.start_soon(self._encode_on_thread, live)
-                for start in range(0, len(short), 8):  # other tasks run every few milliseconds
+                for start in range(0, len(short), 8):  # in small groups, so that other tasks run every few milliseconds
                     for live in short[start : start + 8]:
                         self._admit(live, self._encode(live))
                     await anyio.lowlevel.checkpoint()
 
     def _has_adapter(self, request: Request) -> bool:
-        """Return whether the request names no adapter, or its adapter is in host memory."""
+        """Return whether the request's adapter is in host memory, or the request names none."""
         return request.adapter is None or self._adapters is None or self._adapters.is_ready(request.adapter)
 
     async def _compile(self, live: LiveRequest) -> None:
-        """Prepare the request's media, compile its grammar and load its adapter, while other requests are encoded.
+        """Prepare the request's media, compile its grammar and load its adapter. Other requests are encoded meanwhile.
 
         Then put the request back into the inbox.
         """
@@ -146,7 +147,7 @@ class TokenizerActor:
                 await self._adapters.ready(live.request.adapter)
         except PenstockError as error:
             self._admit(live, error)
-        except Exception:  # a library, or a model of transformers, failed: only this request fails
+        except Exception:  # an error in a library or in a model of transformers: only this request fails
             logger.exception("preparing request %s failed", live.request.label)
             self._admit(live, EngineFailure("The request could not be prepared."))
         else:
@@ -154,7 +155,7 @@ class TokenizerActor:
             self._inbox.put((live, True))
 
     def _read_texts(self, live: LiveRequest) -> None:
-        """Compile the texts of sampling parameters. Raises `InvalidRequest`."""
+        """Compile stop patterns and sequence breakers. Raises `InvalidRequest`."""
         sampling = live.request.sampling
         live.breaker_ids = self._processor.breaker_ids(sampling)
         live.stop_patterns = stop_patterns(sampling.stop_regex)
@@ -205,7 +206,10 @@ class TokenizerActor:
         self._admit(live, await anyio.to_thread.run_sync(self._encode, live, limiter=self._encoding))
 
     def _encode(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
-        """Return the ids of the text, all within the vocabulary, or the error of the request."""
+        """Encode the request's text.
+
+        Return its ids, all within the vocabulary, or the error with which the request fails.
+        """
         live.times.tokenizing = monotonic()
         try:
             if live.request.second_text is not None:
@@ -229,14 +233,14 @@ class TokenizerActor:
                 give_back_memory()
         except PenstockError as error:
             return error
-        except Exception:  # a tokenizer library failed on a client's text: only this request fails
+        except Exception:  # an error of a tokenizer library: only this request fails
             logger.exception("encoding request %s failed", request.label)
             return EngineFailure("The prompt could not be encoded.")
         chunks = (ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE))
         return tuple(chain.from_iterable(chunks))
 
     def _encode_pair(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
-        """Return the ids of both texts, and set the request's `second_start`."""
+        """Encode both texts of a pair, and set the request's `second_start`. Return the ids, or the request's error."""
         request = live.request
         if self._tokenizer is None:
             return InvalidRequest("This engine has no tokenizer: pairs cannot be encoded.", param="text")
@@ -247,7 +251,7 @@ class TokenizerActor:
             self._processor.check_pair(pair.second)
         except PenstockError as error:
             return error
-        except Exception:  # as in `_encode_text`
+        except Exception:  # as in `_encode`
             logger.exception("encoding request %s failed", request.label)
             return EngineFailure("The prompt could not be encoded.")
         if 1 in pair.types:
@@ -274,12 +278,15 @@ class TokenizerActor:
 
 
 def _needs_thread(request: Request) -> bool:
-    """Return whether texts of the sampling parameters must be compiled on a thread."""
+    """Return whether sampling parameters contain texts that must be compiled on a thread."""
     return bool(request.sampling.dry_multiplier or request.sampling.stop_regex)
 
 
 def num_text_bytes(request: Request) -> int:
-    """Return the bytes of a request's texts. One non-Latin character makes all characters 2 or 4 bytes wide."""
+    """Return the memory of a request's texts in bytes.
+
+    If a text has one non-Latin-1 character, Python stores each of its characters in 2 or 4 bytes.
+    """
     return sum(sys.getsizeof(text) for text in (request.text, request.second_text) if text)
 
 

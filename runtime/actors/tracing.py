@@ -19,8 +19,8 @@ PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 class RequestTraces:
     """A `RequestObserver` that exports the spans of a request when the request ends.
 
-    The request's `traceparent` header names the parent span. A thread of OpenTelemetry sends the spans, and drops spans
-    that it cannot send in time. Raises `ConfigurationError` if the OpenTelemetry packages are missing.
+    The request's `traceparent` header names the parent span. OpenTelemetry sends the spans from a thread. It drops
+    spans that it cannot send in time. Raises `ConfigurationError` if the OpenTelemetry packages are missing.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -43,7 +43,7 @@ class RequestTraces:
         self._propagator = TraceContextTextMapPropagator()
 
     def began(self, live: LiveRequest) -> None:
-        """Do nothing: spans are exported at the end."""
+        """Do nothing: the spans are exported when the request ends."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
         """Export the request's span. It has one child span for each phase reached: tokenize, queue, prefill, decode."""
@@ -85,7 +85,7 @@ class RequestTraces:
 
 
 def _exporter(endpoint: str) -> Any:
-    """Return a gRPC exporter, or an HTTP exporter if the variable `PROTOCOL_VARIABLE` is "http/protobuf"."""
+    """Return an HTTP exporter if the variable `PROTOCOL_VARIABLE` is "http/protobuf", else a gRPC exporter."""
     if os.environ.get(PROTOCOL_VARIABLE, "grpc") == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as ByHttp
 

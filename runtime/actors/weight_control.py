@@ -1,4 +1,4 @@
-"""Weights and memory of all replicas, controlled by trainers: updates, checks, sleep and wake."""
+"""Weights and memory of all replicas, for trainers: update and check weights, release and resume memory."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ logger = logging.getLogger("penstock.core")
 TAGS = ("weights", "kv_cache")
 DROPPED = "The old weights stay."
 MAX_NAMED = 20
-UNEVEN = 8  # factor by which a pipeline stage with the embedding may exceed another stage in size
+UNEVEN = 8  # with pipeline parallelism, the stage with the embedding may be this many times as large as another stage
 NO_WEIGHTS = "The memory of the weights is released; resume it first."
 
 
 class WeightControl:
     """Replaces, checks and releases the weights of all replicas. All methods must be called on the engine's event loop.
 
-    An update has two parts: tensors are first *staged* (prepared beside the current weights), then *committed* on all
-    ranks between two steps. After an error, all tensors staged since the last commit are dropped.
+    An update has two phases. Tensors are first *staged*: prepared in memory beside the current weights. They are then
+    *committed*: all ranks switch to them between two steps. After an error, all staged tensors are dropped.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class WeightControl:
         set_version: Callable[[str], None],
         check_adapters: Callable[[], None],
     ) -> None:
-        """`lock` excludes other changes of the weights. `set_version` records the label of the weights.
+        """Create the control.
 
-        `check_adapters` raises `InvalidRequest` if adapters depend on the current weights.
+        `lock` is held during any change of weights, and `set_version` records the label of new weights.
+        `check_adapters` raises `InvalidRequest` if adapters were computed from the current weights.
         """
         self._alive = actors
         self._lock = lock
@@ -60,10 +61,10 @@ class WeightControl:
         self._set_version = set_version
         self._check_adapters = check_adapters
         self._released: set[str] = set()
-        self._asleep = AsyncExitStack()  # keeps the replicas paused while memory is released
-        self._discarded = False  # whether the weights were released and not kept
-        self.updating = False  # whether an update in several parts is open
-        self.waiting: list[str] = []  # names of missing tensors, for which received tensors wait
+        self._asleep = AsyncExitStack()  # keeps the replicas paused while their memory is released
+        self._discarded = False  # whether the weights were released without being kept
+        self.updating = False  # whether an update is open that consists of several calls
+        self.waiting: list[str] = []  # names of missing tensors, without which received tensors cannot be staged
 
     # --- process groups with trainers and new servers ---
 
@@ -74,7 +75,8 @@ class WeightControl:
 
         Raises `InvalidRequest` with the reason if a rank cannot join.
         """
-        ranks = 0 if self._parallel.dp_attention else self._parallel.ranks  # groups count their ranks together
+        # With data-parallel attention, ranks are numbered across all groups.
+        ranks = 0 if self._parallel.dp_attention else self._parallel.ranks
         payload = {"address": address, "port": port, "world_size": world_size, "name": name, "backend": backend}
         payload["timeout_s"] = self._parallel.join_timeout_s
         answers = await ask(
@@ -90,7 +92,7 @@ class WeightControl:
         return any(isinstance(each, list) and any(each) for each in answers)
 
     async def open_sending(self, *, address: str, ports: Sequence[int], name: str) -> None:
-        """Make the ranks of the first replica wait for a new server, each on its port. Raises `InvalidRequest`."""
+        """Make the ranks of the first replica listen for a new server, each on its port. Raises `InvalidRequest`."""
         if len(ports) != self._parallel.ranks:
             raise InvalidRequest(f"ports must name {self._parallel.ranks} ports, one per rank.", param="ports")
         payload = {"address": address, "ports": list(ports), "name": name, "timeout_s": self._parallel.join_timeout_s}
@@ -100,9 +102,9 @@ class WeightControl:
             raise InvalidRequest(error, param="group_name")
 
     async def send(self, name: str) -> None:
-        """Send all weights to the new server of `open_sending`.
+        """Send all weights to the new server that `open_sending` waits for. No update can run meanwhile.
 
-        No update can run meanwhile. Raises `InvalidRequest`.
+        Raises `InvalidRequest` if this fails.
         """
         async with self._changing():
             answers = await ask(self._actors[:1], "send_weights", {"name": name})
@@ -118,10 +120,10 @@ class WeightControl:
         flush: bool,
         version: str | None = None,
     ) -> None:
-        """Receive tensors over a group. Commit them, or only stage them if an update is open.
+        """Receive tensors over a process group. Commit them, or only stage them if an update is open.
 
-        `transfer` has name, names, dtypes, shapes, packing, packed_bytes and source. If `CheckpointError` is raised,
-        the old weights stay.
+        The keys of `transfer` are name, names, dtypes, shapes, packing, packed_bytes and source. Raises
+        `CheckpointError` if the tensors do not fit; the old weights then stay.
         """
         async with self._changing():
             failed, num_parts, left = None, 0, 1
@@ -129,8 +131,8 @@ class WeightControl:
                 part = {"first": not num_parts, "discard": failed is not None, "share": self._share}
                 receiving = asyncio.ensure_future(ask(self._actors, "receive_weights", {**transfer, **part}))
                 try:
-                    # A part is prepared while the next one arrives. After a failure the rest is received too, because
-                    # the trainer sends it.
+                    # A part is staged while the next one arrives. After a failure, the remaining parts are still
+                    # received, because the trainer sends them anyway.
                     if num_parts and failed is None:
                         failed = await self._prepare({}, merge=False)
                 finally:
@@ -143,9 +145,10 @@ class WeightControl:
             await self._stage({}, flush=flush, version=version)
 
     async def update_from_tensors(self, tensors: Mapping[str, Any], *, flush: bool, version: str | None = None) -> None:
-        """Commit tensors of this process, or only stage them if an update is open. Raises CheckpointError.
+        """Commit tensors of this process, or only stage them if an update is open.
 
-        If a replica has several ranks, they read the tensors from a temporary file.
+        Raises CheckpointError if they do not fit. If a replica has several ranks, its ranks read the tensors from a
+        temporary file.
         """
         async with self._changing():
             if self._parallel.ranks == 1:
@@ -162,7 +165,7 @@ class WeightControl:
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     async def begin(self) -> None:
-        """Open an update in several parts. Raises `InvalidRequest` if one is already open."""
+        """Open an update that consists of several calls. Raises `InvalidRequest` if one is already open."""
         async with self._changing():
             if self.updating:
                 raise InvalidRequest("An update of the weights is open already. Finish it first.")
@@ -171,9 +174,9 @@ class WeightControl:
             self.updating = True
 
     async def finish(self, *, flush: bool = True, version: str | None = None, whole: bool = False) -> None:
-        """Commit all parts of the update.
+        """Commit everything that was staged since `begin`.
 
-        With `whole`, every tensor of the model must be present. Raises `CheckpointError`.
+        With `whole`, every tensor of the model must be present. Raises `CheckpointError`; the old weights then stay.
         """
         async with self._changing():
             if not self.updating:
@@ -190,15 +193,15 @@ class WeightControl:
             await self._commit(flush=flush, version=version)
 
     async def cancel(self) -> None:
-        """Drop an open update. The old weights stay."""
+        """Drop everything that was staged since `begin`. The old weights stay."""
         async with self._changing():
             self.updating, self.waiting = False, []
             await self._ask_all("drop_weights", {})
 
     async def drop_waiting(self) -> None:
-        """Drop staged tensors of incomplete layers.
+        """Drop received tensors of layers that are incomplete.
 
-        If there are any, raise `CheckpointError` with the missing names.
+        Raises `CheckpointError` with the names of the missing tensors if there are such layers.
         """
         if self.waiting and not self.updating:
             async with self._changing():
@@ -209,7 +212,7 @@ class WeightControl:
     # --- reading and checking ---
 
     async def read(self, name: str, num_rows: int) -> list[dict[str, Any]]:
-        """Return the parts of a tensor that the ranks of the first replica hold. Raises CheckpointError."""
+        """Return the shards of a tensor that the ranks of the first replica hold. Raises CheckpointError."""
         self._check_weights()
         [parts, *_] = await ask(self._actors[:1], "read_weight", {"name": name, "num_rows": num_rows})
         if isinstance(parts, BaseException):
@@ -217,7 +220,7 @@ class WeightControl:
         return [part for part in parts if part is not None]
 
     async def check(self, action: str) -> list[dict[str, Any]]:
-        """Run an action of the weights checker on all ranks. Return their answers."""
+        """Run an action of the weight checker on all ranks. Return their answers."""
         async with self._changing():
             if action != "reset_tensors":
                 answers = await self._ask_all("check_sums", {"action": action})
@@ -232,14 +235,14 @@ class WeightControl:
 
     @property
     def released(self) -> frozenset[str]:
-        """The kinds of memory that are released: "weights", "kv_cache"."""
+        """The kinds of memory that are currently released: "weights" and "kv_cache"."""
         return frozenset(self._released)
 
     async def release(self, tags: Sequence[str], *, keep: bool = True) -> int:
         """Give memory back to the system, and return the number of bytes.
 
-        No step runs until `resume` has allocated all released memory again. Running requests are then recomputed. With
-        `keep`, the weights are kept in files for `resume`.
+        Steps are paused until `resume` has allocated all released memory again. Running requests are then recomputed.
+        With `keep`, the weights are written to files, from which `resume` reads them.
         """
         with anyio.CancelScope(shield=True):
             async with self._lock:
@@ -262,7 +265,7 @@ class WeightControl:
     async def resume(self, tags: Sequence[str]) -> None:
         """Allocate released memory again.
 
-        When all is resumed, requests continue. Raises `EngineFailure` if weights are lost.
+        When nothing is released any more, requests continue. Raises `EngineFailure` if weights are lost.
         """
         with anyio.CancelScope(shield=True):
             async with self._lock:
@@ -286,13 +289,13 @@ class WeightControl:
             asleep, self._asleep = self._asleep, AsyncExitStack()
             await asleep.aclose()
 
-    # --- parts ---
+    # --- private methods ---
 
     @property
     def _share(self) -> int:
-        """Upper bound on the model's bytes, as a multiple of the bytes of any rank.
+        """Upper bound on the bytes of the whole model, as a multiple of the bytes on any rank.
 
-        Pipeline stages hold parts of the model.
+        With pipeline parallelism, each rank holds only the layers of its stage.
         """
         stages = self._parallel.pp_size
         return 1 if stages == 1 else UNEVEN * stages
@@ -328,7 +331,10 @@ class WeightControl:
             await self._commit(flush=flush, version=version)
 
     async def _prepare(self, source: Mapping[str, Any], *, merge: bool) -> str | None:
-        """Prepare layers from tensors on all ranks. Return the reason if this fails; then drop all staged tensors."""
+        """Stage layers from tensors on all ranks.
+
+        If this fails, drop all staged tensors and return the reason; else None.
+        """
         self._check_adapters()
         answers = await ask(self._actors, "stage_weights", {"final": False, **source, "merge": merge})
         if (error := first_error(answers)) is not None:
@@ -344,7 +350,7 @@ class WeightControl:
         async with self._paused() as pauses:
             answers = await ask(self._actors, "commit_weights", {})
             failed = next((each for each in answers if isinstance(each, BaseException)), None)
-            if failed is not None:  # the memory of some layers may hold parts of both versions
+            if failed is not None:  # after a failed commit, some layers may hold parts of both versions
                 for pause in pauses:
                     pause.failure = EngineFailure(LOST)
                 raise EngineFailure(LOST) from failed
@@ -356,14 +362,14 @@ class WeightControl:
         await self._wake()
 
     async def _drop(self, error: str) -> None:
-        """Drop all staged tensors, and raise CheckpointError with the reason."""
+        """Drop all staged tensors, and raise CheckpointError with the reason `error`."""
         self.waiting, self.updating = [], False
         with suppress(EngineClosed):
             await ask(self._actors, "drop_weights", {})
         raise CheckpointError(f"{error} {DROPPED}")
 
     async def _ask_all(self, verb: str, payload: Mapping[str, Any]) -> list[Any]:
-        """Return the answers of all ranks, or raise the first exception."""
+        """Return the answers of all ranks. If a rank raised an exception, raise the first one."""
         answers = await ask(self._actors, verb, payload)
         for each in answers:
             if isinstance(each, BaseException):
@@ -377,8 +383,8 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _write(tensors: Mapping[str, Any]) -> Path:
-    """Write the tensors to a file in a new private folder. The folder is in memory if the system has /dev/shm."""
-    from safetensors.torch import save_file  # imports torch
+    """Write the tensors to a file in a new private folder, in /dev/shm (memory) if it exists. Return its path."""
+    from safetensors.torch import save_file  # here, because it imports torch
 
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=memory if memory.is_dir() else None))

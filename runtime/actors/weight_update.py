@@ -1,4 +1,4 @@
-"""Replaces the weights on all ranks of all replicas while requests run: on all of them or on none."""
+"""Replaces the weights of all replicas while requests run. Either all ranks get the new weights, or none."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ async def replace_weights(
 ) -> None:
     """Load the weights of a checkpoint on all ranks, between two steps. This call must not be cancelled.
 
-    With `recompute`, running sequences are recomputed and the prefix trees are emptied; otherwise both keep the KV of
-    the old weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place. Raises
+    With `recompute`, the prefix trees are emptied and running sequences are recomputed; otherwise the KV of the old
+    weights stays in use. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place. Raises
     `EngineFailure` if a replica has no valid weights; this replica then ends.
     """
     payload = {"path": path, "load_format": load_format}
@@ -52,10 +52,10 @@ async def ask(
     payload: Mapping[str, Any],
     of_replica: Callable[[int], Mapping[str, Any]] = lambda index: {},
 ) -> list[Any]:
-    """Run a verb (see `runtime.worker.verbs`) on every rank of each replica.
+    """Run a command (see `runtime.worker.verbs`) on every rank of each replica.
 
-    Return, for each replica, the list of its ranks' answers or an exception.
-    `of_replica(index)` returns additional payload values for a replica.
+    Return, for each replica, the list of its ranks' answers, or the exception of the call. `of_replica(index)` returns
+    additional payload values for a replica.
     """
     calls = [actor.runner.call(verb, {**payload, **of_replica(actor.index)}) for actor in actors]
     found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
