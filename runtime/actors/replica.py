@@ -383,7 +383,7 @@ def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, in
 
 
 def _layout(plan: Plan, worker: ModelWorker) -> str:
-    """Return a text that identifies the layout of stored pages. Plans with different texts cannot share stored pages."""
+    """Return a text that identifies the layout of stored pages. Equal texts mean compatible pages."""
     specs = sorted((str(name), repr(spec)) for name, spec in worker.cache_specs.items())
     parallel, cache = plan.parallel, plan.cache
     return repr((cache.page_size, cache.kv_dtype, parallel.tp_size, parallel.pp_size, plan.draft.path, specs))

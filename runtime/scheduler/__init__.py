@@ -1,1 +1,1 @@
-"""Builds the batch of each step and applies its results. Synchronous, without torch."""
+"""Builds the batch of each step and applies its results. The code is synchronous and does not use torch."""

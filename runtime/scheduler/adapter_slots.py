@@ -1,4 +1,4 @@
-"""Assigns adapters to the slots of the device, and decides which sequences may run with them."""
+"""Assigns adapters to the slots of the device, and decides which sequences may run with the adapters in them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ class _Slot:
     adapter: Adapter | None = None  # None: the slot is empty
     num_users: int = 0  # running sequences
     placed: int = 0  # logical time at which the adapter was placed
-    used: int = 0  # logical time at which a sequence last entered the slot
+    used: int = 0  # logical time at which a sequence that uses the slot last started
 
 
 class AdapterSlots:
     """The adapter slots of the device, numbered from 1, and the adapters of the running sequences.
 
-    A sequence whose adapter has no slot waits until a slot has no users. While it waits, no further sequence may enter
-    the slot with the fewest users. The wait therefore ends at the latest when the sequences that run in this slot have
-    ended.
+    A sequence whose adapter is in no slot waits until a slot has no users. Meanwhile the slot with the fewest users is
+    closed: no further sequence may use it. It is therefore free as soon as its current users have ended.
     """
 
     def __init__(self, num_slots: int, *, first_in_first_out: bool = False) -> None:
@@ -32,14 +31,18 @@ class AdapterSlots:
         self._first_in_first_out = first_in_first_out
         self._clock = count(1)
         self._placements: list[AdapterPlacement] = []
-        self._closing: _Slot | None = None  # accepts no further sequences, to become free for a waiting adapter
+        # The slot that accepts no further sequences, so that it becomes free for a waiting adapter.
+        self._closing: _Slot | None = None
 
     def begin_admission(self) -> None:
-        """Forget which slot is closing. The first waiting sequence without a slot chooses it again."""
+        """Reopen the closing slot.
+
+        The first waiting sequence whose adapter is in no slot chooses a slot to close again.
+        """
         self._closing = None
 
     def can_enter(self, sequence: Sequence) -> bool:
-        """Return whether the sequence may run now.
+        """Return whether the sequence's adapter is in a slot or can be placed in one now.
 
         If not, a slot is closed for it, unless another slot is closing already.
         """
@@ -57,9 +60,9 @@ class AdapterSlots:
         return False
 
     def enter(self, sequence: Sequence) -> int:
-        """Return the slot of a sequence that starts to run, or 0 without an adapter.
+        """Return the slot number of a sequence that starts to run: 0 without an adapter.
 
-        Places the adapter if necessary.
+        Places the adapter in a slot if necessary.
         """
         adapter = sequence.request.adapter
         if adapter is None:
@@ -85,31 +88,31 @@ class AdapterSlots:
             slot.num_users -= 1
 
     def take_placements(self) -> tuple[AdapterPlacement, ...]:
-        """Return and clear the adapters that the next step must load into slots before its forward pass."""
+        """Return and clear the adapters that the device must copy into slots before the next forward pass."""
         if not self._placements:
             return ()
         placements, self._placements = tuple(self._placements), []
         return placements
 
     def forget(self, adapter_id: int) -> None:
-        """Empty the slot of an adapter, if no sequence uses it."""
+        """Empty the slot of an adapter, unless a sequence uses it."""
         for slot in self._slots:
             if slot.adapter is not None and slot.adapter.id == adapter_id and not slot.num_users:
                 slot.adapter = None
 
     def reset(self) -> None:
-        """Empty all slots. Called when no sequence runs and the contents of the device's slots are unknown."""
+        """Empty all slots. Called when no sequence runs and the device may have lost the contents of the slots."""
         self._slots = [_Slot() for _ in self._slots]
         self._placements.clear()
         self._closing = None
 
     @property
     def num_used(self) -> int:
-        """Number of slots with running sequences."""
+        """Number of slots whose adapter is used by running sequences."""
         return sum(slot.num_users > 0 for slot in self._slots)
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise `ValueError` unless the slots count exactly the running sequences."""
+        """Raise `ValueError` unless each slot counts exactly the running sequences that use it."""
         wanted: dict[int, int] = {}
         for sequence in running:
             if sequence.request.adapter is not None:
@@ -124,7 +127,7 @@ class AdapterSlots:
         return next((slot for slot in self._slots if slot.adapter is not None and slot.adapter.id == adapter.id), None)
 
     def _free_slot(self) -> _Slot | None:
-        """Return an empty slot, or else an unpinned slot without users to evict from, or None."""
+        """Return an empty slot, or an unpinned slot without users whose adapter can be evicted, or None."""
         idle = [slot for slot in self._slots if not slot.num_users and not (slot.adapter and slot.adapter.pinned)]
         age = (lambda slot: slot.placed) if self._first_in_first_out else (lambda slot: slot.used)
         return min(idle, key=lambda slot: (slot.adapter is not None, age(slot)), default=None)

@@ -1,13 +1,13 @@
 """Builds the batch of the next step.
 
 There is no prefill or decode phase: every row computes tokens of its sequence that are not computed yet. There are two
-kinds of rows, which differ only in their limits. *Decode rows* compute one output token and need at most one page. They
-get their pages first, if necessary by retracting a sequence. *Prompt rows* compute as many known tokens as the budgets
-and the free pages allow.
+kinds of rows. *Decode rows* compute one output token and need at most one new page. They get their pages first, and a
+sequence is retracted if pages are missing. *Prompt rows* compute as many known tokens as the budgets and the free pages
+allow.
 
 At least one running sequence always has enough pages to continue. Admission reserves pages for all known tokens of all
-running sequences, so prompts lack pages only after outputs have used them. The prompts then wait until outputs end and
-free pages. If outputs lack pages too, a sequence is retracted.
+running sequences. Prompts therefore lack pages only if outputs became longer than expected. These prompts then wait
+until other sequences end and free pages. If decode rows lack pages too, a sequence is retracted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from runtime.scheduler.retraction import Retraction
 from runtime.scheduler.step_rows import StepRows
 from runtime.sequence import Sequence
 
-MAX_DEFERRED = 16  # waiting sequences that one step may look up and defer
-MAX_WITHOUT_SLOT = 256  # waiting sequences that one step may skip because their adapters have no slot
+MAX_DEFERRED = 16  # maximum number of waiting sequences that one step may look up in the prefix tree and then defer
+MAX_WITHOUT_SLOT = 256  # maximum number of waiting sequences that one step may skip because their adapters have no slot
 
 
 class BatchBuilder:
@@ -45,9 +45,10 @@ class BatchBuilder:
         self.new_token_ratio = NewTokenRatio(plan)
         self.retraction = Retraction(plan, cache, running, waiting, self.new_token_ratio)
         self.num_recomputed = 0  # tokens recomputed after retractions, since the start
-        # Limits on prompt tokens: in a prefill-only step, and in a mixed step. None: only the plan limits them.
+        # Numbers of prompt tokens after which a step accepts no further prompt: in a prefill-only step, and in a mixed
+        # step. None: only the plan limits the step.
         self.prompt_limits: tuple[int | None, int | None] = (None, None)
-        # Maximum number of prompt tokens of a mixed step. It cuts prompts. None: no limit.
+        # Maximum number of prompt tokens of a mixed step; a longer prompt is cut. None: no limit.
         self.mixed_limit: int | None = None
         # Limits on prompt tokens with log-probabilities: in a prefill-only step, and in a mixed step.
         self.scored_limits: tuple[int, int] = SCORED_TOKENS
@@ -57,9 +58,10 @@ class BatchBuilder:
         self._waiting = waiting
         self._fast_forward = fast_forward
         self._drafting = drafting
-        # With pipeline parallelism, a sequence is in one micro-batch at a time, so micro-batches are independent.
+        # With pipeline parallelism, a sequence is in only one step in flight at a time, so the micro-batches are
+        # independent.
         self._one_at_a_time = plan.micro_batches > 1
-        # A constrained sequence is also in one step at a time if a cache kind can rewind only one token.
+        # A sequence with a constraint is also in only one step at a time if a cache kind can rewind only one token.
         self._one_step_back = any(kind.steps_back == 1 for kind in cache.kinds)
 
     def build(self, number: int) -> Batch | None:
@@ -91,7 +93,7 @@ class BatchBuilder:
             return None
         tables = self._running.tables
         batch = step.build(number, tables, self._cache, self._running.adapters)
-        # Freed after `build`, so that no row of this batch gets these pages.
+        # The pages of branches are freed after `build`, so that no other row of this batch gets them.
         if branch_pages := step.branch_pages:
             self._cache.free(branch_pages)
         for sequence, duplicates in step.duplicates:
@@ -105,10 +107,10 @@ class BatchBuilder:
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """Return three lists of running sequences: decodes, prompts and followers.
 
-        Decodes lack only the KV of their last output token. Prompts lack the KV of more tokens. The list of prompts
-        begins with sequences whose prompt is computed and which lack the KV of several output tokens (usually forced
-        ones), so that these do not wait for real prompts. Followers have draft tokens in flight, so only the device
-        knows where their next row begins (`Batch.unknown_starts`).
+        Decodes: only the KV of the last output token is missing. Prompts: the KV of more tokens is missing. The list
+        begins with sequences whose prompt is computed and whose KV is missing for several output tokens (usually forced
+        ones), so that they do not wait for real prompts. Followers: they have draft tokens in flight, so only the
+        device knows where their next row begins (`Batch.unknown_starts`).
         """
         followers: list[Sequence] = []
         decodes: list[Sequence] = []
@@ -124,7 +126,8 @@ class BatchBuilder:
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:
-                if computed + 1 < sequence.max_tokens:  # otherwise the pending token is the last one and needs no KV
+                # Otherwise the pending token is the last one, and its KV is not needed.
+                if computed + 1 < sequence.max_tokens:
                     decodes.append(sequence)
             elif lacking:
                 (outputs if computed >= sequence.num_prompt else prompts).append(sequence)
@@ -134,7 +137,7 @@ class BatchBuilder:
         return decodes[: self._micro_batch(num_decoding)], outputs + prompts, followers
 
     def _is_alone(self, sequence: Sequence) -> bool:
-        """Return whether the sequence may be in one step at a time only."""
+        """Return whether the sequence may be in only one step in flight at a time."""
         return self._one_at_a_time or sequence.constraint is not None
 
     def _micro_batch(self, num_decoding: int) -> int:
@@ -162,21 +165,21 @@ class BatchBuilder:
     def _may_add_followers(self, step: StepRows) -> bool:
         """Return whether sequences with draft tokens in flight get a row in this step.
 
-        Without a draft model, these rows have no draft tokens. A step of only such rows would cost more than it gains:
-        if the sequences wait for the result, their next rows may have draft tokens again.
+        Without a draft model, such a row has no draft tokens of its own. A step with only such rows does not pay: the
+        sequences gain more by waiting for the result, after which they can have draft tokens again.
         """
         if not step:
             return self._drafting.by_model
         return bool(step.num_decodes) or self._plan.mixed
 
     def _add_followers(self, step: StepRows, followers: list[Sequence]) -> None:
-        """Add a row for each of these sequences with draft tokens in flight.
+        """Add a row for each sequence in `followers`, which have draft tokens in flight.
 
-        A draft model may propose further tokens for the row.
+        If a draft model runs, it may propose further tokens for the row.
         """
         found = []
         for sequence in followers:
-            if step.full or sequence.sequence_index < 0:  # retracted to free pages for another row
+            if step.full or sequence.sequence_index < 0:  # retracted meanwhile, to free pages for another row
                 continue
             end = sequence.num_computed + 1
             if self._drafting.extend(sequence, end) == end:
@@ -187,7 +190,7 @@ class BatchBuilder:
         step.add_decodes(found, starts_known=False)
 
     def _add_prompts(self, step: StepRows, prompts: list[Sequence]) -> None:
-        """Continue cut prompts, then admit waiting sequences, within the budgets and the free pages."""
+        """Continue partly computed prompts, then admit waiting sequences, within the budgets and the free pages."""
         if not prompts and not self._waiting:
             return
         limit = self.prompt_limits[step.num_decodes > 0]
@@ -207,17 +210,20 @@ class BatchBuilder:
             self._admit(step, budget)
 
     def _unblock(self, step: StepRows, prompts: list[Sequence]) -> None:
-        """Add prompt rows to an empty step, after retractions if necessary, so that the engine never stands still."""
+        """Add prompt rows to a step without rows.
+
+        Retracts sequences if necessary, so that at least one sequence advances.
+        """
         if step.retracted:
             self._add_prompts(step, prompts)
         if any(sequence.num_pending for sequence in self._running):
-            return  # no retraction yet: a sequence with a pending token may end and free its pages
+            return  # wait instead of retracting: a sequence with a pending token may end and free its pages
         while prompts and not step and self.retraction.retract_one():
             step.retracted = True
             self._add_prompts(step, prompts)
 
     def _affordable(self, sequence: Sequence, start: int, budget: PromptBudget) -> int:
-        """Return how many known tokens, beginning at position `start`, the budget and the free pages allow."""
+        """Return for how many known tokens from position `start` on the budget and the free pages suffice."""
         count = budget.grant(start, len(sequence.ids))
         num_pages = len(sequence.pages) + self._cache.num_available
         count = max(min(count, num_pages * self._cache.page_size - start), 0)
@@ -230,9 +236,9 @@ class BatchBuilder:
         return count
 
     def _with_whole_spans(self, sequence: Sequence, start: int, count: int) -> int:
-        """Return a number of tokens that does not end within a span whose tokens attend to each other.
+        """Return a number of tokens, at most `count`, that does not cut a span whose tokens attend to each other.
 
-        A span at the beginning of the row is computed as a whole, even if it exceeds the budget.
+        A span at the beginning of the row is computed as a whole, even if it is longer than the budget.
         """
         end = start + count
         if sequence.media is None or (span := sequence.media.span_around(end)) is None:
@@ -248,7 +254,7 @@ class BatchBuilder:
             budget.spend_scored(sequence, sequence.num_computed, count)
         step.add_prompt(sequence, count)
         budget.spend(count)
-        duplicates = self._cache.insert(sequence)  # now, so that later rows of this step can share the pages
+        duplicates = self._cache.insert(sequence)  # before later rows are added, so that they can share these pages
         if duplicates is not None:
             step.duplicates.append((sequence, duplicates))
 
@@ -266,7 +272,7 @@ class BatchBuilder:
         for sequence in self._waiting.ordered():
             if step.full or not running.tables.num_free or budget.exhausted or num_deferred >= MAX_DEFERRED:
                 break
-            if sequence.num_pending:  # just retracted: a step in flight samples its last token
+            if sequence.num_pending:  # just retracted: a step in flight still samples its last token
                 num_deferred += 1
                 continue
             if held and sequence in held:
@@ -288,7 +294,8 @@ class BatchBuilder:
             if not count:
                 running.full = not fits
                 self._cache.release(sequence, keep=False)
-                if fits and budget.grant(start, len(sequence.ids)):  # too many log-probabilities for this step
+                # It has too many prompt log-probabilities for this step.
+                if fits and budget.grant(start, len(sequence.ids)):
                     num_deferred += 1
                     continue
                 break
@@ -318,7 +325,10 @@ class BatchBuilder:
             step.unfinished.append(sequence)
 
     def _is_being_computed(self, sequence: Sequence, unfinished: list[Sequence]) -> bool:
-        """Return whether another sequence, cut at the same position, will compute this sequence's next page."""
+        """Return whether an unfinished prompt computes the page that this sequence needs next.
+
+        The prompt must share the same cached prefix and begin its own pages at the same position.
+        """
         start = sequence.num_shared
         end = start + self._cache.page_size
         if end > reusable_tokens(sequence):
@@ -327,7 +337,7 @@ class BatchBuilder:
             other.locked_node is sequence.locked_node
             and other.locked_node is not None
             and other.num_shared == start
-            # If the next page is equal, waiting already pays off. Later pages need not be compared.
+            # One equal page is enough for waiting to pay off, so later pages are not compared.
             and other.keys[start:end] == sequence.keys[start:end]
             for other in unfinished
         )

@@ -1,12 +1,12 @@
 """Branches: alternatives to a sequence's draft tokens, computed in additional rows.
 
-A row with draft tokens is the *trunk*. A branch continues the trunk after some of its draft tokens with other tokens.
-It is a row with its own pages for the positions that it computes. Every attention kernel therefore computes it like any
-other row, and its tokens are exactly those of plain decoding.
+A row with draft tokens is the *trunk*. A *branch* is another row of the same sequence. It shares the first draft tokens
+of the trunk and then has other tokens. It has its own pages for the positions that it computes, so attention kernels
+compute it like any other row, and its tokens are the same as without draft tokens.
 
-If the model rejects the trunk's draft token and chooses the branch's first token, the worker takes the branch's tokens
-and copies their keys and values to the sequence's pages. The pages of a branch are freed as soon as the batch is built,
-because later batches run after it.
+If the model rejects a draft token of the trunk and samples the branch's first token instead, the worker accepts tokens
+of the branch, and copies their keys and values to the sequence's pages. The pages of a branch are freed as soon as the
+batch is built, because later batches run after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runtime.sequence import Sequence
 class Branch(NamedTuple):
     """One branch of a sequence's draft tokens."""
 
-    depth: int  # number (from 1) of the draft token that the branch's first token replaces
+    depth: int  # number (from 1) of the trunk's draft token that the branch's first token replaces
     ids: list[int]
     first_page: int  # index of the branch's first own page in the row's page list
     pages: list[int]
@@ -34,9 +34,9 @@ class Branch(NamedTuple):
 def branches_of(
     proposed: Mapping[Sequence, list[int]], cache: PrefixCache, max_tokens: int, num_running: int
 ) -> dict[Sequence, list[Branch]]:
-    """Return the branches of sequences whose rows with draft tokens are about to be added, and allocate their pages.
+    """Return branches for sequences whose rows with draft tokens will be added next, and allocate the branches' pages.
 
-    The branches have at most `max_tokens` tokens in total, and leave one free page for each running sequence. Sequences
+    All branches together have at most `max_tokens` tokens, and leave one free page for each running sequence. Sequences
     with a constraint or penalties get no branches, because both depend on the tokens before each position of a row.
     """
     found: dict[Sequence, list[Branch]] = {}
@@ -57,9 +57,9 @@ def branches_of(
 
 
 def page_copies(branches: Iterable[tuple[Sequence, int, Branch]], size: int) -> list[PageCopy]:
-    """Return a copy of the tokens that precede each branch within its first own page.
+    """Return a copy of the trunk's tokens that precede each branch within the branch's first page.
 
-    Each branch comes with its sequence, and with the first position of the sequence's row.
+    Each branch comes with its sequence and with the first position of the sequence's row.
     """
     sources, targets = [], []
     for sequence, start, branch in branches:

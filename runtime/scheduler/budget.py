@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from runtime.config.plan import SchedulerPlan
 from runtime.sequence import Sequence
 
-RESERVED_OUTPUT_TOKENS = 4096  # pages are reserved for at most this many further tokens of a sequence
-# Limits on prompt tokens with log-probabilities: in a prefill-only step, and in a mixed step. They apply until such
-# steps have been measured.
+RESERVED_OUTPUT_TOKENS = 4096  # pages are reserved for at most this many future output tokens of a sequence
+# Default limits on prompt tokens with log-probabilities, in a prefill-only step and in a mixed step. They apply until
+# the time of such tokens has been measured.
 SCORED_TOKENS: tuple[int, int] = (256, 32)
-OPEN_ENDED_WEIGHT = 1 / 16  # weight of the newest output in the average length of outputs without max_new_tokens
-RETRACTION_STEPS = 20  # after a retraction, pages are reserved for this many further tokens of each sequence
+OPEN_ENDED_WEIGHT = 1 / 16  # weight of the newest output in the moving average of output lengths without max_new_tokens
+RETRACTION_STEPS = 20  # after a retraction, pages are reserved for this many more output tokens of each sequence
 
 
 class PromptBudget:
@@ -21,10 +21,10 @@ class PromptBudget:
     With chunked prefill, a prompt is cut at a page boundary to fit both limits. Without it, the first prompt of a step
     is always granted, and a later prompt only if it fits.
 
-    `token_limit` never cuts a prompt: after this number of tokens, the step accepts no further prompt, so that first
-    tokens do not wait for later prompts. `hard_limit` also limits the size of a chunk. A chunk may always have one
-    page, so that prompts always advance. `scored_limit` limits the prompt tokens with log-probabilities, which take
-    longer than other tokens.
+    `token_limit` never cuts a prompt. Once a step has this number of tokens, it accepts no further prompt, so that the
+    first token of each prompt comes sooner. `hard_limit` also cuts prompts. A chunk may always have one page, so that
+    prompts always advance. `scored_limit` limits the prompt tokens with log-probabilities, which take longer than other
+    tokens.
     """
 
     __slots__ = ("_chunk", "_page_size", "_scored", "_soft_limit", "_step", "_untouched")
@@ -55,7 +55,7 @@ class PromptBudget:
         return any(limit is not None and limit <= 0 for limit in limits)
 
     def grant(self, start: int, end: int) -> int:
-        """Return how many of the positions start .. end - 1 the step may compute. Does not spend the budget."""
+        """Return how many of the positions start .. end - 1 the step may compute. Does not reduce the budget."""
         count = end - start
         if self._chunk is None:
             return count if self._untouched or count <= self._step else 0
@@ -65,7 +65,7 @@ class PromptBudget:
         return max((start + budget) // self._page_size * self._page_size - start, 0)
 
     def grant_scored(self, sequence: Sequence, start: int, count: int) -> int:
-        """Return how many of `count` tokens, beginning at `start`, fit the budget of tokens with log-probabilities.
+        """Return how many of the `count` tokens from `start` on fit into the budget of tokens with log-probabilities.
 
         Without chunked prefill, the first prompt of a step is always granted. Any other prompt is granted as a whole or
         not at all.
@@ -80,7 +80,7 @@ class PromptBudget:
 
     @staticmethod
     def _num_scored(sequence: Sequence, start: int, count: int) -> int:
-        """Return how many of these tokens need log-probabilities."""
+        """Return how many of the `count` tokens from position `start` on need log-probabilities."""
         return max(min(start + count, sequence.num_prompt - 1) - max(sequence.next_logprob, start), 0)
 
     def spend_scored(self, sequence: Sequence, start: int, count: int) -> None:
@@ -98,10 +98,10 @@ class PromptBudget:
 class NewTokenRatio:
     """The output length for which admission reserves pages.
 
-    For a request with max_new_tokens, it is a share of this limit. The share decays with every decode step, because
-    most outputs end early. A retraction raises it. A request without max_new_tokens is expected to have `open_tokens`
-    output tokens: initially a value of the plan, then a moving average of such outputs. Pages are always
-    reserved for at least the plan's `reserved_tokens`, or for all tokens that may follow if these are fewer.
+    For a request with max_new_tokens, this length is a share (the ratio) of max_new_tokens. The ratio decays with every
+    decode step, because most outputs end early, and a retraction raises it. For a request without max_new_tokens, the
+    length is `open_tokens`: initially a value of the plan, then a moving average of the outputs of such requests. Pages
+    for `reserved_tokens` (in the plan) are always reserved, or for all tokens that may follow if there are fewer.
     """
 
     __slots__ = ("_decay", "_initial", "_minimum", "_reserved", "open_tokens", "value")
@@ -115,23 +115,23 @@ class NewTokenRatio:
         self.open_tokens = float(plan.open_ended_tokens)
 
     def pages_ahead(self, sequence: Sequence, page_size: int) -> int:
-        """Return the number of further pages that a running sequence is expected to need."""
+        """Return how many more pages a running sequence is expected to need."""
         if _is_open_ended(sequence):
             expected = max(self.open_tokens - sequence.num_output, RETRACTION_STEPS, self._reserved)
             return pages_ahead(sequence, 1.0, page_size, int(expected))
         return pages_ahead(sequence, self.value, page_size, least=self._reserved)
 
     def pages_at_first(self, sequence: Sequence, page_size: int) -> int:
-        """Return the number of pages needed to admit a sequence.
+        """Return how many pages must be free or cached to admit a sequence.
 
-        If max_new_tokens limits the output, these pages hold the whole output, up to `RESERVED_OUTPUT_TOKENS`.
+        For a request with max_new_tokens, they hold the whole output, up to `RESERVED_OUTPUT_TOKENS`.
         """
         if _is_open_ended(sequence):
             return self.pages_ahead(sequence, page_size)
         return pages_ahead(sequence, 1.0, page_size)
 
     def note_end(self, sequence: Sequence) -> None:
-        """Record an output that ended without an abort."""
+        """Record the length of an output that ended normally (without an abort)."""
         if _is_open_ended(sequence):
             self.open_tokens += OPEN_ENDED_WEIGHT * (sequence.num_output - self.open_tokens)
 
@@ -140,7 +140,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._minimum)
 
     def decay_by(self, num_steps: int) -> None:
-        """Lower the ratio as `num_steps` calls of `decay` would."""
+        """Lower the ratio as much as `num_steps` calls of `decay` would."""
         for _ in range(num_steps):
             if self.value == self._minimum:
                 break
@@ -169,7 +169,7 @@ class NewTokenRatio:
 
 
 def _is_open_ended(sequence: Sequence) -> bool:
-    """Return whether only the context length limits the output."""
+    """Return whether only the context length limits the output, because the request has no max_new_tokens."""
     return sequence.sampling.max_new_tokens is None
 
 
@@ -178,7 +178,7 @@ def pages_ahead(
 ) -> int:
     """Return how many pages a sequence lacks for its known and pending tokens and for `ratio` of its remaining output.
 
-    The pages hold at least `least` further tokens, or all that may follow if these are fewer.
+    The pages hold at least `least` further tokens, or all tokens that may follow if there are fewer.
     """
     known = len(sequence.ids) + sequence.num_pending
     output = min(sequence.max_tokens - known, max_output, RESERVED_OUTPUT_TOKENS)

@@ -1,6 +1,7 @@
-"""Advances the scheduler over many equal decode steps at once, for simulations.
+"""Advances the scheduler by many equal decode steps at once, for simulations.
 
-Steps are equal if each one has the same decode rows, and no sequence can start, end or be retracted in between.
+Consecutive steps are equal if they have the same decode rows, and no sequence starts, ends or is retracted between
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from runtime.sequence import Sequence
 
 
 class DecodeRuns:
-    """Decides for how many steps all rows stay the same, and updates sequences and pages as these steps would."""
+    """Computes how many of the next steps have the same rows, and updates sequences and pages as these steps would."""
 
     def __init__(
         self, plan: SchedulerPlan, cache: PrefixCache, running: Running, waiting: WaitingQueue, ratio: NewTokenRatio
@@ -25,7 +26,8 @@ class DecodeRuns:
         self._ratio = ratio
         self._priorities = plan.priorities
         self._max_rows = plan.max_micro_batch
-        # Other features change the state in every step, or have rows that are not plain decode rows.
+        # All other features either change the scheduler's state in every step, or have rows that are not plain decode
+        # rows.
         self._possible = (
             plan.micro_batches == 1
             and not plan.max_drafts
@@ -36,7 +38,7 @@ class DecodeRuns:
         )
 
     def length(self, num_in_flight: int) -> int:
-        """Return a lower bound on the number of next steps that are equal if no token ends a sequence.
+        """Return a lower bound on the number of equal steps that come next, if no sampled token ends a sequence.
 
         `num_in_flight` is the number of steps in flight. Each of them must have a row of every running sequence.
         """
@@ -48,7 +50,8 @@ class DecodeRuns:
             return 0
         if self._waiting and not self._admits_none():
             return 0
-        # Each sequence needs at most this many pages: one for every `page_size` steps.
+        # A sequence needs a new page every `page_size` steps. This bound assumes that all sequences need it at the same
+        # time.
         longest = cache.num_available // num_rows * cache.page_size
         for sequence in running:
             computed = sequence.num_computed
@@ -63,7 +66,7 @@ class DecodeRuns:
         return longest
 
     def _admits_none(self) -> bool:
-        """Return whether no waiting sequence can start, or displace another one, until a running one ends."""
+        """Return whether no waiting sequence can start or displace another one until a running sequence ends."""
         running, waiting = self._running, self._waiting
         if waiting.allowed is not None or self._priorities:
             return False
@@ -72,7 +75,7 @@ class DecodeRuns:
         return running.full or not running.tables.num_free
 
     def advance(self, num_steps: int, token_id: int) -> None:
-        """Change sequences, pages and the expected output length as `num_steps` equal steps with this token would."""
+        """Update sequences, pages and the expected output length as `num_steps` equal steps sample `token_id`."""
         self._append_pages(num_steps)
         tokens = [token_id] * num_steps
         for sequence in self._running:
@@ -81,9 +84,9 @@ class DecodeRuns:
         self._ratio.decay_by(num_steps)
 
     def _append_pages(self, num_steps: int) -> None:
-        """Allocate the pages of all steps, in the order in which single steps would."""
+        """Allocate the pages of all steps, in the order in which the steps would allocate them one by one."""
         size = self._cache.page_size
-        growing: dict[int, list[Sequence]] = {}  # step -> sequences that need a page in this step
+        growing: dict[int, list[Sequence]] = {}  # step -> sequences that need a new page in this step
         for sequence in self._running:
             for step in range(-sequence.num_computed % size, num_steps, size):
                 growing.setdefault(step, []).append(sequence)

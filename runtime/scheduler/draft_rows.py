@@ -14,14 +14,15 @@ from runtime.speculative.model_drafts import DRAFT
 
 
 class DraftRows:
-    """Draft tokens and branches of a batch's rows, by row index."""
+    """The draft tokens and branches of a batch's rows, by row index."""
 
     __slots__ = ("_branches", "_counts", "data")
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}  # number of proposed tokens
-        self._branches: dict[int, tuple[int, Branch]] = {}  # (row of the trunk, branch)
-        self.data: dict[int, DraftData] = {}  # only for rows with a constraint
+        self._counts: dict[int, int] = {}  # row -> number of proposed tokens
+        self._branches: dict[int, tuple[int, Branch]] = {}  # row of the branch -> (row of its trunk, branch)
+        # Row -> data for the masks after its draft tokens; only for rows with a constraint.
+        self.data: dict[int, DraftData] = {}
 
     def add(self, row: int, sequence: Sequence, ids: list[int]) -> None:
         """Add a row that computes the sequence's next position and the proposed tokens."""
@@ -30,35 +31,38 @@ class DraftRows:
         if constraint is not None:
             num_output = sequence.num_computed + 1 - sequence.num_prompt
             data = constraint.drafts_after(num_output, sequence.ids, sequence.num_prompt, len(ids))
-            if DRAFT not in ids:  # otherwise the worker proposes the tokens
+            if DRAFT not in ids:  # if they are placeholders, the worker proposes the tokens
                 data.propose(ids)
             self.data[row] = data
 
     def add_branch(self, row: int, owner: int, branch: Branch) -> None:
-        """Add a branch as row `row`. Row `owner` is its trunk."""
+        """Record that row `row` is a branch of the trunk in row `owner`."""
         self._branches[row] = owner, branch
 
     @property
     def branch_pages(self) -> list[int]:
-        """Pages of all branches."""
+        """The branches' own pages."""
         return [page for _, branch in self._branches.values() for page in branch.pages]
 
     def write_pages(self, page_table: Ints) -> None:
-        """Write the own pages of branches into their rows of the batch's page table."""
+        """Write the branches' own pages into their rows of the batch's page table."""
         for row, (_, branch) in self._branches.items():
             page_table[row, branch.first_page :] = 0
             page_table[row, branch.first_page : branch.first_page + len(branch.pages)] = branch.pages
 
     def page_copies(self, sequences: Seq[Sequence], starts: Seq[int], size: int) -> list[PageCopy]:
-        """Return the copies that branches need (see `branches.page_copies`), given the batch's sequences and starts."""
+        """Return the copies that branches need (see `branches.page_copies`).
+
+        `sequences` and `starts` are the batch's sequences and the first positions of their rows.
+        """
         return page_copies(
             [(sequences[owner], starts[owner], branch) for owner, branch in self._branches.values()], size
         )
 
     def spread(self, rows: Ints, counts: Seq[int]) -> tuple[Ints, Ints]:
-        """Return two arrays [N] for the N sampled positions: the row, and the distance from the row's last position.
+        """Return two arrays [N] for the N sampled positions: their rows and distances from the row's last position.
 
-        `rows` are the rows that sample, and `counts` the numbers of tokens of all rows.
+        `rows` are the rows that sample. `counts` has the number of tokens of every row.
         """
         num_sampled = np.array(
             [counts[row] if row in self._branches else 1 + self._counts.get(row, 0) for row in rows.tolist()], np.int32
@@ -68,7 +72,7 @@ class DraftRows:
         return row_of, ends - 1 - np.arange(len(row_of), dtype=np.int32)
 
     def arrays(self) -> Drafts:
-        """Return the rows with draft tokens, and their branches."""
+        """Return the rows with draft tokens and the branches, as arrays for the batch."""
         rows, counts = (np.array([*each], np.int32) for each in (self._counts, self._counts.values()))
         if not self._branches:
             return Drafts(rows, counts)

@@ -1,4 +1,4 @@
-"""Selects the rows of the next step that have draft tokens."""
+"""Selects the rows of the next step that get draft tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runtime.speculative.ngram import STEP_TOKENS, CatchUp, LookupSettings, Ngra
 class Drafting:
     """Collects draft tokens from the drafters of running sequences, and allocates pages for them.
 
-    While draft tokens are in flight, only the device knows where the sequence's next row begins. The sequence may be in
-    at most one further step (`may_follow`). Steps of other sequences overlap as usual. The further row has draft tokens
-    only if a draft model proposes them on the device.
+    While a row with draft tokens is in flight, only the device knows how many are accepted, and so where the sequence's
+    next row begins. Meanwhile the sequence may be in at most one further step (`may_follow`). Its row in this step has
+    draft tokens only if a draft model proposes them on the device. Other sequences are not affected.
 
-    A sequence with a constraint waits for the result of its draft tokens, because its next mask depends on them. It has
-    no draft tokens if its constraint cannot compute masks after draft tokens (a logits processor), or if a late mask
-    would rewind more tokens than a cache kind can.
+    A sequence with a constraint waits for the result of its draft tokens, because its next mask depends on them. It
+    gets no draft tokens if its constraint cannot compute masks after draft tokens (a logits processor), or if a cache
+    kind cannot rewind as many tokens as a late mask would require.
     """
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
@@ -46,12 +46,12 @@ class Drafting:
         self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts
         self._branches = self._topk > 1 or self._settings.max_breadth > 1
         self._max_step = plan.max_step_drafts
-        # A row after draft tokens in flight begins at an unknown position, but recurrent layers need exact positions.
+        # After draft tokens in flight, the position of a row is unknown, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
         self._follows_draws = plan.overlap_draws
         self._drafts_constraints = plan.draft_constraints
         self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
-        # None: draft tokens are proposed even if they do not make steps faster.
+        # Measures whether draft tokens make steps faster. None: they are always proposed.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
         self._cache = cache
         self._running = running
@@ -71,20 +71,22 @@ class Drafting:
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
     def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:
-        """Return the proposed tokens of sequences with a single token that has no KV yet, and allocate their pages.
+        """Return the proposed tokens of the sequences in `decodes`, and allocate their pages.
 
-        `num_drafted` is the number of tokens proposed in other rows of the step.
+        In each of these sequences only one token has no KV yet. `num_drafted` is the number of tokens that other rows
+        of the step already propose.
         """
         proposed: dict[Sequence, list[int]] = {}
         if self._gain is not None and not self._gain.allows(len(self._running)):
             return proposed
         self._catch_up.left = STEP_TOKENS
         left = self._max_step - num_drafted
-        share = left // max(len(decodes), 1) if self.by_model else left  # an equal share for each sequence
+        # With a draft model, an equal share for each sequence.
+        share = left // max(len(decodes), 1) if self.by_model else left
         for sequence in decodes:
             if sequence.drafter is None or left <= 0:
                 continue
-            # The row yields one token more than it proposes.
+            # The row yields up to one token more than it proposes.
             limit = min(left, share, sequence.max_tokens - sequence.num_tokens - 1)
             if limit <= 0:
                 continue
@@ -97,21 +99,21 @@ class Drafting:
         return proposed
 
     def branch(self, proposed: Mapping[Sequence, list[int]]) -> dict[Sequence, list[Branch]]:
-        """Return branches for sequences whose draft rows are about to be added, and allocate their pages."""
+        """Return branches for sequences whose draft rows will be added next, and allocate the branches' pages."""
         if not self._branches or not proposed:
             return {}
         left = self._max_step - sum(map(len, proposed.values()))
         return branches_of(proposed, self._cache, left, len(self._running))
 
     def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Record how many of a row's draft tokens were accepted."""
+        """Record how many of a row's draft tokens were proposed and accepted."""
         self.counts = self.counts.plus(num_proposed, num_accepted)
         sequence.draft_counts = (sequence.draft_counts or DraftCounts()).plus(num_proposed, num_accepted)
         if sequence.drafter is not None:
             sequence.drafter.note(num_proposed, num_accepted, len(sequence.ids))
 
     def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        """Record an applied step, to learn whether draft tokens make steps faster. Steps with prompts do not count."""
+        """Record an applied step, to measure whether draft tokens make steps faster. Steps with prompts are ignored."""
         if self._gain is not None and num_tokens and not batch.stats.num_prompt_tokens:
             drafted = batch.drafts is not None
             self._gain.note(len(self._running), drafted=drafted, num_tokens=num_tokens, seconds=seconds)
@@ -119,7 +121,7 @@ class Drafting:
     def may_follow(self, sequence: Sequence) -> bool:
         """Return whether a sequence with draft tokens in flight may have another row in the next step.
 
-        The sequence must wait in each of these cases:
+        The sequence must wait for the result in each of these cases:
         - The choice of a token depends on its output position (seeded draws, `min_new_tokens`), and the device cannot
           compute this choice.
         - The sequence has a constraint.
@@ -138,12 +140,13 @@ class Drafting:
     def extend(self, sequence: Sequence, end: int) -> int:
         """Allocate pages for the first `end` tokens, or for fewer. Return how many of these tokens have pages.
 
-        One page is left for each running sequence, so draft tokens never cause a retraction.
+        One free page is left for each running sequence, so draft tokens never cause a retraction.
         """
         size = self._cache.page_size
         capacity = len(sequence.pages) * size
         if end > capacity:
-            spare = self._cache.num_available - len(self._running)  # each running sequence may need one more page
+            # Every running sequence may need one more page for its next token.
+            spare = self._cache.num_available - len(self._running)
             end = min(end, capacity + max(spare, 0) * size)
             self._running.extend(sequence, end)
         return end

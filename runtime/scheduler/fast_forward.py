@@ -1,15 +1,15 @@
 """Fast-forward: appends tokens that a grammar forces, without sampling them, and computes them in one row.
 
-A mask that allows a single token comes with the run of tokens that the grammar forces (`HostData.forced`). If a step in
-flight already samples the first token of the run, its result is superseded and ignored. The next step computes the
-whole run as one row, and samples the token after it. A run of k tokens thus costs one step, or none if no step was in
-flight.
+If a mask allows only one token, it comes with the run of tokens that the grammar forces from there on
+(`HostData.forced`). The scheduler appends the run, and the next step computes it as one row and samples the token after
+it. If a step in flight already samples the first token of the run, its result is superseded and ignored. A run of k
+tokens then costs that step; if no step was in flight, it costs no step of its own.
 
-Forced tokens are the tokens that sampling would have chosen. Like prompt tokens, they stay known after late masks,
-retractions and failed steps.
+Sampling would choose the same tokens, because the mask allows no others. Like prompt tokens, forced tokens stay known
+after late masks, retractions and failed steps.
 
-Fast-forward costs host time for each constrained row. It is used only if the device needs more time for a row of a
-step.
+Fast-forward takes host time for each constrained row. It is used only if the device takes longer than this for a row of
+a step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.request_tables import Running
 from runtime.sequence import Sequence
 
-# Forced tokens are appended only if a step takes at least this long per row, in seconds. The host needs about this time
-# for a row with forced tokens. Measured on two cores: with 1 ms or more per row, 1 and 8 rows gain 10% to 25%. With 0.3
-# ms, one row loses 5%. With 0.1 ms, 8 and 32 rows lose 25%.
+# Forced tokens are appended only if a step takes at least this many seconds per row, which is about the host's time for
+# a row with forced tokens. Measured on two cores: with 1 ms or more per row, 1 and 8 rows gain 10% to 25%. With 0.3 ms,
+# one row loses 5%. With 0.1 ms, 8 and 32 rows lose 25%.
 MIN_ROW_S = 0.0005
 
 
@@ -32,7 +32,7 @@ class FastForward:
     """Appends forced tokens to the running sequences of one scheduler."""
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running, vocab_size: int) -> None:
-        self.num_saved = 0  # forced tokens that needed no step of their own, since the start
+        self.num_saved = 0  # forced tokens that saved a step each, since the start
         self.step_s: float | None = None  # average time of a decode step in seconds; None until one is measured
         # Called with the runs of forced tokens that are about to be appended.
         self.on_runs: Callable[[list[tuple[Sequence, tuple[int, ...]]]], object] | None = None
@@ -45,7 +45,7 @@ class FastForward:
 
     @property
     def awaited(self) -> HostData | None:
-        """The newest host data that is not there yet and may force tokens of a running sequence, or None."""
+        """The newest host data that has not arrived yet and may force tokens of a running sequence, or None."""
         if self.pays:
             for sequence, constraint in reversed(self._running.constrained.items()):
                 if not constraint.next.is_there and self._is_candidate(sequence):
@@ -53,7 +53,7 @@ class FastForward:
         return None
 
     def append(self) -> None:
-        """Append forced tokens, if they save enough steps and if pages are available."""
+        """Append forced tokens to the running sequences, if this saves enough steps and enough pages are free."""
         running = self._running
         if not self.pays or (self._max_rows is not None and len(running) > self._max_rows):
             return
@@ -68,7 +68,7 @@ class FastForward:
             return
         if self.on_runs is not None:
             self.on_runs(runs)
-        num_pages = self._cache.num_available - len(running)  # every other row may need a page
+        num_pages = self._cache.num_available - len(running)  # each of the other rows may need a page
         for sequence, ids in runs:
             num_pages -= -(-len(ids) // self._cache.page_size) + 1
             if num_pages < 0:
@@ -96,9 +96,9 @@ class FastForward:
         return lacks_one and num_pending <= 1 and sequence not in self._running.stalled
 
     def _forced(self, sequence: Sequence, constraint: SequenceConstraint) -> tuple[int, ...]:
-        """Return the next forced tokens. Stops before a token that ends the output or cannot be sampled.
+        """Return the next forced tokens, up to the first one that ends the output or cannot be sampled (exclusive).
 
-        At least one output token is left, which the step that computes the forced tokens samples.
+        The output keeps room for at least one more token: the step that computes the forced tokens samples it.
         """
         ids = constraint.forced_after(len(sequence.ids) - sequence.num_prompt)
         ids = ids[: max(sequence.max_tokens - 1 - len(sequence.ids), 0)]

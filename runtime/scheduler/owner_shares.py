@@ -1,4 +1,4 @@
-"""Fair shares of the running rows: each owner (client) gets rows in proportion to its weight."""
+"""Fair shares of the running rows: each owner (client) gets rows in proportion to the owner's weight."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 
 class OwnerShares:
-    """Counts the running sequences of each owner. An owner's share is this number divided by its weight."""
+    """Counts the running sequences of each owner. An owner's share is this count divided by the owner's weight."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Owners that are not in `weights` have weight 1."""
-        self.counts: Counter[str] = Counter()  # number of running sequences by owner; owners without any have no entry
+        """Create the counts. Owners that are not in `weights` have weight 1."""
+        self.counts: Counter[str] = Counter()  # number of running sequences by owner, without zeros
         self._weights = weights
 
     def enter(self, owner: str) -> None:
@@ -27,14 +27,15 @@ class OwnerShares:
         return (self.counts[owner] if count is None else count) / self._weights.get(owner, 1)
 
     def yields(self, giver: str, taker: str, counts: Mapping[str, int]) -> bool:
-        """Return whether `giver` should give a row to `taker`. `counts` are their current numbers of sequences.
+        """Return whether `giver` should give a row to `taker`.
 
-        It should if its share is then still at least the taker's. Two owners thus never pass a row back and forth.
+        `counts` has the current number of sequences of each owner. It should if its share after this is still at least
+        the taker's share after this. Two owners thus never pass a row back and forth.
         """
         return self.of(giver, counts.get(giver, 0) - 1) >= self.of(taker, counts.get(taker, 0) + 1)
 
     def anyone_yields(self, takers: Iterable[str]) -> bool:
-        """Return whether any owner with running sequences should give a row to one of `takers`."""
+        """Return whether at least one owner with running sequences should give a row to one of `takers`."""
         if not self.counts:
             return False
         greatest = max(self.of(giver, count - 1) for giver, count in self.counts.items())

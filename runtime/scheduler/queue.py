@@ -15,7 +15,7 @@ from runtime.kv_cache.radix_tree import Node
 from runtime.scheduler.owner_shares import OwnerShares
 from runtime.sequence import Sequence
 
-MATCHED_QUEUE_LENGTH = 128  # matching a longer queue with the prefix tree costs more than it gains
+MATCHED_QUEUE_LENGTH = 128  # a longer queue is not matched with the prefix tree, which would cost more than it gains
 
 Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 
@@ -23,10 +23,10 @@ Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 class WaitingQueue:
     """The waiting sequences, in the order in which they are admitted.
 
-    Retracted sequences come first. All other sequences follow in the policy's order. If there are several owners
-    (clients), the next sequence is always one of the owner with the smallest share in `running`, and owners with equal
-    shares take turns. Each owner's sequences keep their order. With `priorities`, all sequences are sorted by urgency
-    first, then by this order.
+    Retracted sequences come first, then all other sequences in the order of the policy. If sequences of several owners
+    (clients) wait, the next sequence is taken from the owner with the smallest share in `running`; owners with equal
+    shares take turns. With `priorities`, urgency comes before these rules: a more urgent sequence is always admitted
+    first.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class WaitingQueue:
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
         self.num_tokens = 0  # prompt tokens of sequences that have not run yet
-        self._tokens_of: Counter[float] = Counter()  # urgency -> its part of `num_tokens`
+        # Urgency -> prompt tokens of sequences with this urgency that have not run yet.
+        self._tokens_of: Counter[float] = Counter()
         self._owners: Counter[str] = Counter()  # number of waiting sequences by owner
-        self._last_turns: dict[str, int] = {}  # owner -> number of the turn in which its sequence last left the queue
+        # Owner -> number of the turn in which a sequence of this owner last left the queue.
+        self._last_turns: dict[str, int] = {}
         self._num_turns = 0
-        self.allowed: Container[Sequence] | None = None  # if set, only these sequences may be admitted
+        self.allowed: Container[Sequence] | None = None  # if not None, only these sequences may be admitted
 
     def __len__(self) -> int:
         return len(self._retracted) + len(self._queued)
@@ -66,7 +68,7 @@ class WaitingQueue:
         self._owners[sequence.request.owner] += 1
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a retracted sequence before all other sequences of its owner."""
+        """Put a retracted sequence in front of all other sequences of its owner."""
         self._retracted.appendleft(sequence)
         self._owners[sequence.request.owner] += 1
 
@@ -102,19 +104,19 @@ class WaitingQueue:
         return self._in_turns(waiting) if len(self._owners) > 1 else waiting
 
     def num_tokens_from(self, urgency: float) -> int:
-        """Return the number of prompt tokens of the sequences with at least this urgency that have not run yet."""
+        """Return the number of prompt tokens of the sequences that have at least this urgency and have not run yet."""
         return sum(count for each, count in self._tokens_of.items() if each >= urgency)
 
     @property
     def is_owed_row(self) -> bool:
-        """Whether an owner with running sequences should give a row to an owner in the queue (`OwnerShares.yields`)."""
+        """Whether a running owner should give a row to an owner in the queue (see `OwnerShares.yields`)."""
         return self._running.anyone_yields(self._owners)
 
     @property
     def least_urgency(self) -> float:
         """Lowest urgency of the sequences that have not run yet.
 
-        Infinity if there are none or if priorities are off.
+        Infinity if there is no such sequence, or if priorities are off.
         """
         if not self._priorities:
             return math.inf
@@ -127,10 +129,10 @@ class WaitingQueue:
         return chain(self._retracted, queued)
 
     def _in_turns(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yield the next sequence of the owner with the smallest share, until none is left.
+        """Yield all sequences; the next one is always taken from the owner with the smallest share.
 
-        Yielded sequences count as running. On a tie, the owner whose last turn is longest ago comes first.
-        With priorities, `waiting` is sorted by urgency, and only sequences of the same urgency change places.
+        A yielded sequence counts as running from then on. On a tie, the owner whose last turn is longest ago comes
+        first. With priorities, `waiting` is sorted by urgency, and only sequences of equal urgency are reordered.
         """
         counts, share = Counter(self._running.counts), self._running.of
         groups = groupby(waiting, lambda sequence: sequence.urgency) if self._priorities else [(0, waiting)]
@@ -204,8 +206,8 @@ def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence
     for path, _ in paths:
         for node in path:
             weights[node] = weights.get(node, 0) + 1
-    positions = {node: position for position, node in enumerate(weights)}  # ties are broken by arrival
-    # The branches of a node come before the sequences whose path ends at the node.
+    positions = {node: position for position, node in enumerate(weights)}  # ties are broken by the order of arrival
+    # At each node, the branches below it come before the sequences whose path ends there.
     end = (1, 0)
     keyed = [([*((-weights[node], positions[node]) for node in path), end], sequence) for path, sequence in paths]
     return [sequence for _, sequence in sorted(keyed, key=lambda pair: pair[0])]

@@ -1,4 +1,4 @@
-"""The running sequences, and the tables that every step reads: their pages, parameters and row values."""
+"""The running sequences, and tables with their pages, parameters and row values, which every step reads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from runtime.sequence import Sequence
 
 
 class RequestTables:
-    """Tables with one row per running sequence. `enter` writes the row; every step gathers its rows by index.
+    """Tables with one row per running sequence.
 
-    The page table becomes as wide as the longest sequence needs. Entries after a sequence's last page are 0.
+    `enter` writes a sequence's row, and every step gathers its rows by index. The page table grows to the width that
+    the longest sequence needs. Entries after a sequence's last page are 0.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.sampling = SamplingTables(num_rows, vocab_size)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.pages: Ints = np.zeros((num_rows, 16), np.int32)
-        self._values: dict[str, Ints] = {}  # `Request.row_values`, by name, for every row
+        self._values: dict[str, Ints] = {}  # name -> `Request.row_values` of every row
         self._num_with_values = 0
-        self.num_with_axes = 0  # running sequences whose positions have three axes
-        self.num_with_parts = 0  # running sequences whose hidden states or experts are returned
+        self.num_with_axes = 0  # number of running sequences whose positions have three axes (M-RoPE)
+        self.num_with_parts = 0  # number of running sequences that return hidden states or experts
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -38,7 +39,7 @@ class RequestTables:
         return len(self._free)
 
     def enter(self, sequence: Sequence, adapter_slot: int = 0) -> None:
-        """Assign a row to a sequence, and write its parameters, pages and row values."""
+        """Assign a table row to a sequence, and write its parameters, pages and row values."""
         index = sequence.sequence_index = self._free.pop()
         self.sequences[index] = sequence
         self.sampling.enter(sequence)
@@ -52,7 +53,7 @@ class RequestTables:
                 self._values.setdefault(name, np.zeros(len(self.sequences), np.int32))[index] = value
 
     def leave(self, sequence: Sequence) -> None:
-        """Free a sequence's row and clear its entries of the page table."""
+        """Free a sequence's table row, and clear its entries in the page table."""
         index = sequence.sequence_index
         self.sequences[index] = None
         self.sampling.leave(sequence)
@@ -68,7 +69,7 @@ class RequestTables:
         sequence.sequence_index = -1
 
     def values_of(self, indices: Ints) -> dict[str, Ints]:
-        """Return the row values of these rows, by name, [B] each. Names whose values are all 0 are omitted."""
+        """Return the row values at these indices, an array [B] by name. Names with only zeros are omitted."""
         if not self._num_with_values:
             return {}
         gathered = {name: values[indices] for name, values in self._values.items()}
@@ -115,7 +116,7 @@ def _has_axes(sequence: Sequence) -> bool:
 
 
 def _row_values(request: Request, adapter_slot: int = 0) -> Mapping[str, int]:
-    """Return the row values of a request, by name. `adapter_slot` is included if the request has an adapter."""
+    """Return the row values of a request, by name. Includes `adapter_slot` if the request has an adapter."""
     if request.second_start is None and request.adapter is None:
         return request.row_values
     second = {} if request.second_start is None else {SECOND_START: request.second_start}
@@ -124,10 +125,10 @@ def _row_values(request: Request, adapter_slot: int = 0) -> Mapping[str, int]:
 
 
 class Running:
-    """The running sequences in order of admission. Each has a row in the tables and pages for its computed tokens.
+    """The running sequences in order of admission. Each one has a row in the tables, and pages for its computed tokens.
 
-    `full` is set when a waiting sequence does not fit, and cleared when a sequence leaves. It avoids admissions that
-    must fail.
+    `full` is set when a waiting sequence does not fit, and cleared when a running sequence leaves. While it is set, no
+    admission is tried.
     """
 
     def __init__(
@@ -138,9 +139,9 @@ class Running:
         self.tables = RequestTables(num_rows, vocab_size)
         self._vocab_size = vocab_size
         self.full = False
-        self.stalled: set[Sequence] = set()  # sequences that no step computes until their `HostData` arrives
+        self.stalled: set[Sequence] = set()  # sequences that get no row until their `HostData` arrives
         self.on_resume: Callable[[Sequence], object] | None = None  # called with each resumed sequence
-        # Sequences with a constraint, in order of admission.
+        # Constraints of the running sequences that have one, in order of admission.
         self.constrained: dict[Sequence, SequenceConstraint] = {}
         self.owners = owners
         self._sequences: dict[Sequence, None] = {}  # an ordered set
@@ -152,7 +153,7 @@ class Running:
         return iter(self._sequences)
 
     def enter(self, sequence: Sequence) -> None:
-        """Start a sequence that already holds its cached prefix."""
+        """Start a sequence that already holds the pages of its cached prefix."""
         self.tables.enter(sequence, self.adapters.enter(sequence))
         self._sequences[sequence] = None
         self.owners.enter(sequence.request.owner)
@@ -160,7 +161,7 @@ class Running:
             self.constrained[sequence] = sequence.constraint
 
     def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
-        """Free a sequence's row and pages. With `trusted`, its computed pages stay in the prefix tree."""
+        """Free a sequence's row and pages. With `trusted`, its computed pages are kept in the prefix tree."""
         self.stalled.discard(sequence)
         self.constrained.pop(sequence, None)
         self.tables.leave(sequence)
@@ -171,12 +172,13 @@ class Running:
             self.cache.discard(sequence)
         self.full = False
         self.owners.leave(sequence.request.owner)
-        del self._sequences[sequence]  # last, so that `rebuild` finds the sequence after an exception
+        # Last, so that `rebuild` still finds the sequence if an exception was raised before.
+        del self._sequences[sequence]
 
     def extend(self, sequence: Sequence, end: int) -> None:
         """Allocate pages for the first `end` tokens of a sequence.
 
-        The caller checks that enough pages are available.
+        The caller must have checked that enough pages are available.
         """
         pages = sequence.pages
         first = len(pages)
@@ -188,10 +190,11 @@ class Running:
     def rewind(self, sequence: Sequence, count: int = 1) -> None:
         """Mark the last `count` computed positions as not computed.
 
-        Later steps compute them again, perhaps with other tokens. Pages without any computed position are freed
-        immediately. Steps in flight may still write to them, but run before any step of the pages' next owner.
+        Later steps compute these positions again, perhaps with other tokens. Pages without a computed position are
+        freed immediately. Steps in flight may still write to the freed pages; this is safe, because these steps run
+        before any step that uses the pages for another sequence.
         """
-        if sequence.sequence_index < 0 or not count:  # retracted in the meantime
+        if sequence.sequence_index < 0 or not count:  # retracted meanwhile
             return
         sequence.num_computed -= count
         keep = -(-sequence.num_computed // self.cache.page_size)
@@ -202,10 +205,10 @@ class Running:
             self.cache.free(surplus)
 
     def stall(self, sequence: Sequence) -> None:
-        """Exclude a sequence from further steps, because its host data was late and no token was sampled.
+        """Exclude a sequence from steps, because its host data was late and no token was sampled.
 
-        Its last known token will be computed again. The sequence resumes when its host data has arrived and the steps
-        in flight that assumed the missing token are applied. Each of these steps is rewound too.
+        Its last known token will be computed again. The sequence resumes when its host data has arrived and all steps
+        in flight with a row of the sequence are applied. Each of these rows is rewound too.
         """
         if sequence.sequence_index >= 0:
             self.rewind(sequence)
@@ -220,7 +223,7 @@ class Running:
                     self.on_resume(sequence)
 
     def reset(self) -> list[Sequence]:
-        """Remove rows and pages from all sequences and empty the cache. Return the sequences that ran, in order."""
+        """Free all rows and pages, and empty the cache. Return the sequences that ran, in order of admission."""
         sequences = list(self._sequences)
         for sequence in sequences:
             self.tables.leave(sequence)
@@ -234,7 +237,7 @@ class Running:
         return sequences
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
-        """Remove rows and pages from all sequences and empty the cache, even if the tables are inconsistent.
+        """Free the rows and pages of all sequences and empty the cache, even if the tables are inconsistent.
 
         New tables are created without reading the old ones. `sequences` must contain every sequence that may have a row
         or pages.
@@ -252,7 +255,7 @@ class Running:
         self.full = False
 
     def check(self) -> None:
-        """Raise `ValueError` unless rows and pages are consistent."""
+        """Raise `ValueError` unless the rows and pages of all running sequences are consistent."""
         sequences = list(self._sequences)
         self.tables.check(sequences)
         self.cache.check(sequences)

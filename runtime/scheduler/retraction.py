@@ -13,7 +13,7 @@ from runtime.sequence import Sequence
 
 
 class Retraction:
-    """Puts running sequences back into the queue, so that others can run. They are recomputed later."""
+    """Retracts running sequences: frees their pages and puts them back into the queue. They are recomputed later."""
 
     def __init__(
         self,
@@ -33,8 +33,9 @@ class Retraction:
     def preempt(self) -> None:
         """Retract running sequences if the most urgent waiting sequence does not fit.
 
-        A sequence may be retracted only if its urgency is lower by more than `preemption_threshold`. The least urgent
-        sequences are retracted first, and among equally urgent sequences the newest.
+        A running sequence may be retracted if the waiting sequence's urgency is higher by more than
+        `preemption_threshold`. The least urgent sequences are retracted first, and among equally urgent sequences the
+        newest.
         """
         first = next(iter(self._waiting.ordered()), None)
         if first is None or first.num_pending or first in self._cache.held:
@@ -46,9 +47,9 @@ class Retraction:
     def share(self) -> None:
         """Retract sequences of the owners (clients) with the largest shares, if an owner with a smaller share waits.
 
-        Sequences are retracted only if no further row fits. An owner keeps at least the share that the waiting owner
-        then has, so that two owners never retract each other's sequences in turn. The newest sequences are retracted
-        first.
+        Sequences are retracted only if the waiting sequence does not fit otherwise. After the retraction, an owner
+        still has at least the share of the waiting owner, so that two owners never retract each other's sequences in
+        turn. The newest sequences are retracted first.
         """
         running = self._running
         if not running.full and running.tables.num_free:
@@ -59,7 +60,7 @@ class Retraction:
         if first is None or first.num_pending or first in self._cache.held:
             return
         running.adapters.begin_admission()
-        if not running.adapters.can_enter(first):  # another waiting sequence would get the free row
+        if not running.adapters.can_enter(first):  # another waiting sequence would get the row that becomes free
             return
         owners, counts, victims = running.owners, Counter(running.owners.counts), []
         for sequence in reversed(list(running)):
@@ -73,7 +74,7 @@ class Retraction:
     def _make_room(self, first: Sequence, victims: list[Sequence]) -> None:
         """Retract `victims` in order until the waiting sequence `first` fits.
 
-        If the pages and rows of all victims would not be enough, none is retracted.
+        If it would not fit even without all victims, none is retracted.
         """
         if not victims:
             return
@@ -96,9 +97,9 @@ class Retraction:
     def retract_one(self) -> bool:
         """Retract one running sequence to the head of its owner's queue. Return False if fewer than two sequences run.
 
-        The sequence with the lowest urgency is retracted. Ties are broken by the owner with the largest share,
-        then by the fewest output tokens, the longest prompt and the latest admission. A sequence that runs alone always
-        has enough pages.
+        The sequence with the lowest urgency is retracted. Ties are broken by the largest share of the owner, then by
+        the fewest output tokens, the longest prompt and the latest admission. The last running sequence is never
+        retracted, because it always has enough pages.
         """
         if len(self._running) < 2:
             return False
@@ -116,8 +117,8 @@ class Retraction:
         return True
 
     def retract(self, victim: Sequence) -> None:
-        """Put a running sequence back into the queue, without its row and pages."""
-        self._waiting.put_back(victim)  # first, so that an exception does not lose the sequence
+        """Free the row and pages of a running sequence, and put it back into the queue."""
+        self._waiting.put_back(victim)  # before the pages are freed, so that an exception does not lose the sequence
         victim.num_retracted = victim.num_computed
         self._cache.swap_out(victim)
         self._running.leave(victim)

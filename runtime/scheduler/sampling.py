@@ -1,4 +1,4 @@
-"""Sampling parameters of the running sequences: tables by sequence, from which every step gathers its rows."""
+"""Sampling parameters of the running sequences, in tables from which every step gathers its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_DRAFT_DATA: Mapping[int, DraftData] = MappingProxyType({})
 
 
 class SamplingTables:
-    """Sampling parameters by sequence index. Written when a sequence enters, gathered in every step."""
+    """Sampling parameters by sequence index. A sequence's row is written when it starts, and gathered in every step."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -24,12 +24,15 @@ class SamplingTables:
         self._seeds = np.zeros(num_rows, np.uint64)
         self._num_prompt = np.zeros(num_rows, np.int64)
         self._params = {name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()}
-        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # number of sequences whose value is not the neutral one
-        self._is_special = np.zeros(num_rows, np.bool_)  # whether the sequence has biases, penalties or logprobs
-        self._special: dict[int, Sequence] = {}  # special sequences by sequence index
+        # Number of sequences with a value other than the neutral one, for each array.
+        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)
+        # For each row: whether the sequence has biases, penalties or log-probabilities.
+        self._is_special = np.zeros(num_rows, np.bool_)
+        self._special: dict[int, Sequence] = {}  # these sequences, by sequence index
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._constrained: dict[int, Sequence] = {}
-        self._fresh: set[int] = set()  # indices of penalised sequences whose token counts must be initialised
+        # Indices of sequences with penalties whose token counts must be initialised on the device.
+        self._fresh: set[int] = set()
 
     def enter(self, sequence: Sequence) -> None:
         """Write the row of a sequence at its new index."""
@@ -51,7 +54,7 @@ class SamplingTables:
             self._fresh.add(index)
 
     def leave(self, sequence: Sequence) -> None:
-        """Reset the row of a sequence. The sequence must still have its `sequence_index`."""
+        """Reset the row of a sequence. Call it before the sequence loses its `sequence_index`."""
         index = sequence.sequence_index
         for name, _ in sequence.sampling.non_neutral_values():
             self._params[name][index] = ROW_ARRAYS[name].neutral
@@ -63,9 +66,9 @@ class SamplingTables:
         self._fresh.discard(index)
 
     def recount(self, sequence: Sequence) -> None:
-        """Make the next step count the tokens of a penalised sequence again.
+        """Make the next step count the tokens of a sequence with penalties again.
 
-        Called after tokens were appended unsampled.
+        Called after forced tokens were appended without sampling.
         """
         if sequence.sequence_index in self._special and is_penalised(sequence):
             self._fresh.add(sequence.sequence_index)
@@ -82,9 +85,9 @@ class SamplingTables:
     ) -> Sampling:
         """Build the sampling arrays for the N sampled positions of a batch.
 
-        `indices` [N] are the sequence indices of the positions. `ends` [N] are the positions that the new tokens will
-        have in their sequences, or upper bounds if not `ends_known`. `draft_data` maps rows with both a constraint and
-        draft tokens to their data.
+        `row_of` [N] are the batch rows of the positions, and `indices` [N] their sequence indices. `ends` [N] are the
+        positions that the new tokens will have in their sequences; if not `ends_known`, they are upper bounds.
+        `draft_data` has, by row, the data of rows with both a constraint and draft tokens.
         """
         output_positions = ends - self._num_prompt.take(indices)
         bias = penalties = logprobs = None
@@ -115,7 +118,7 @@ class SamplingTables:
     def _gather_host_data(
         self, row_of: Ints, indices: Ints, positions: Longs, draft_data: Mapping[int, DraftData]
     ) -> dict[int, HostData]:
-        """Return the host data of positions with a constraint, by index into the sampled positions."""
+        """Return the host data of the sampled positions with a constraint, by index of the sampled position."""
         found = np.flatnonzero(self._is_constrained.take(indices))
         rows, after_drafts = row_of[found].tolist() if draft_data else (), iter(())
         host_data = {}
@@ -158,7 +161,10 @@ def is_penalised(sequence: Sequence) -> bool:
 
 
 def is_special(sequence: Sequence) -> bool:
-    """Return whether the sequence has biases, penalties, banned ids or a minimum length, or wants log-probabilities."""
+    """Return whether a sequence needs more than the plain sampling arrays.
+
+    These are sequences with biases, penalties, banned ids or a minimum length, and those that want log-probabilities.
+    """
     return (
         is_penalised(sequence)
         or forbids_ends(sequence)
@@ -168,14 +174,14 @@ def is_special(sequence: Sequence) -> bool:
 
 
 def forbids_ends(sequence: Sequence) -> bool:
-    """Return whether stop ids must be banned for `min_new_tokens`. A grammar enforces the minimum itself."""
+    """Return whether stop ids must be banned for `min_new_tokens`. With a grammar, the grammar enforces the minimum."""
     return sequence.sampling.min_new_tokens > 0 and bool(sequence.stop_ids) and sequence.request.grammar is None
 
 
 def _gather_bias(special_rows: list[tuple[int, Sequence]], positions: Longs, vocab_size: int) -> Bias | None:
     """Return logit biases: -inf for banned ids, and for stop ids until the output has its minimum length.
 
-    The output length is known even while the last tokens are pending, so the minimum is exact.
+    The minimum is exact, because the output length is known even while the last tokens are pending.
     """
     rows: list[int] = []
     token_ids: list[int] = []

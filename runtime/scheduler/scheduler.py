@@ -37,16 +37,16 @@ class Load(NamedTuple):
     num_running: int
     num_pages: int
     num_used_pages: int
-    num_used_tokens: int  # capacity of the used pages, in tokens
+    num_used_tokens: int  # tokens that fit into the used pages
     num_evictable_pages: int
-    token_usage: float  # share of all pages that running sequences use
-    window_usage: float  # share of sliding-window pages that running sequences use; 0 without such pages
+    token_usage: float  # share of all pages that running sequences use, from 0 to 1
+    window_usage: float  # share of the sliding-window pages that running sequences use; 0 if there are none
     new_token_ratio: float
-    num_retracted: int  # since the start
+    num_retracted: int  # retractions since the start
     num_recomputed: int  # tokens recomputed after retractions, since the start
     num_swapped_out: int  # pages copied to the host for retracted sequences, since the start
     num_swapped_in: int  # pages copied back from the host, since the start
-    num_forced: int  # forced tokens that needed no step of their own, since the start
+    num_forced: int  # forced tokens that saved a step each, since the start
     drafts: DraftCounts = DraftCounts()  # since the start
     num_adapter_slots: int = 0  # adapter slots with running sequences
     num_adapter_evictions: int = 0  # adapters replaced in their slot, since the start
@@ -58,8 +58,9 @@ class Load(NamedTuple):
 class Scheduler:
     """Builds batches and applies their results. It is synchronous, works on plain data and is owned by one actor.
 
-    The actor repeatedly calls `batch = fill()`, launches the batch, and calls `apply(previous, output)`. Any number of
-    batches may be in flight. They run and are applied in the order in which they were built.
+    The actor repeatedly calls `batch = fill()`, launches the batch, and calls `apply(previous, output)` with the oldest
+    batch in flight. Any number of batches may be in flight. They run and are applied in the order in which they were
+    built.
     """
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, *, vocab_size: int, context_length: int) -> None:
@@ -79,11 +80,12 @@ class Scheduler:
         self._trials = Trials()
         self._num_filled = 0
         self._num_applied = 0
-        self._num_tokens_running: int | None = None  # see `num_tokens_ahead`; None: not counted since the last `fill`
+        # Prompt tokens for `num_tokens_ahead`; None: not counted since the last `fill`.
+        self._num_tokens_running: int | None = None
         self.storage = cache.storage
 
     def limit_steps(self, prefill: int | None, mixed: int | None, *, scored: tuple[int, int] | None = None) -> None:
-        """Set the number of prompt tokens after which a step accepts no further prompt: prefill-only and mixed steps.
+        """Set the number of prompt tokens after which a prefill-only or a mixed step accepts no further prompt.
 
         None means that only the plan limits the step. `scored` has the limits on prompt tokens with log-probabilities,
         which cut prompts. If it is None, these limits do not change.
@@ -92,7 +94,7 @@ class Scheduler:
         self._builder.prompt_limits = (prefill, mixed)
 
     def limit_mixed_steps(self, num_tokens: int | None) -> None:
-        """Set the maximum number of prompt tokens of a mixed step, which cuts prompts. None: no limit."""
+        """Set the maximum number of prompt tokens of a mixed step; longer prompts are cut. None: no limit."""
         self._builder.mixed_limit = num_tokens
 
     def note_step_time(self, step_s: float | None) -> None:
@@ -100,24 +102,27 @@ class Scheduler:
         self._fast_forward.step_s = step_s
 
     def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        """Record an applied step: its number of new tokens and its time."""
+        """Record an applied step: its number of new tokens and its time in seconds."""
         self._drafting.note_step(batch, num_tokens, seconds)
 
     def note_prompt_time(self, token_s: float | None) -> None:
-        """Set the average time to compute one prompt token in seconds. None changes nothing."""
+        """Set the average time in seconds to compute one prompt token. None keeps the current value."""
         if self._cache.tier is not None and token_s is not None:
             self._cache.tier.compute_s = token_s * self._cache.page_size
 
     @property
     def queue_space(self) -> int:
-        """Number of further sequences that the queue accepts. Sequences that find a free row do not count as queued."""
+        """Number of further sequences that the queue accepts.
+
+        Free rows are counted too, because such sequences start at once.
+        """
         entering = 0 if self._running.full else self._running.tables.num_free
         return self._max_queued + entering - len(self._waiting)
 
     def num_tokens_ahead(self, urgency: float) -> int:
-        """Return the number of prompt tokens to compute before a new sequence with this urgency.
+        """Return the number of prompt tokens that are computed before a new sequence with this urgency.
 
-        The running sequences are counted once per step, at the first call after `fill`.
+        The running sequences are counted at the first call after each `fill`.
         """
         if self._num_tokens_running is None:
             self._num_tokens_running = sum(max(0, len(each.ids) - each.num_computed - 1) for each in self._running)
@@ -127,15 +132,15 @@ class Scheduler:
     def least_urgency(self) -> float:
         """Lowest urgency of the sequences that have not run yet.
 
-        Infinity if there are none or if priorities are off.
+        Infinity if there is no such sequence, or if priorities are off.
         """
         return self._waiting.least_urgency
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue all sequences of one request. Limits `max_tokens` to the capacity of the pool.
+        """Queue all sequences of one request. Limits their `max_tokens` to the capacity of the KV pool.
 
-        Raises `Overloaded` if the queue is full, and `ContextOverflow` if the prompt does not fit into the pool. In
-        both cases no sequence is queued.
+        Raises `Overloaded` if the queue is full, and `ContextOverflow` if the prompt does not fit into the pool; no
+        sequence is then queued.
         """
         if not sequences[0].request.follows:
             if self.queue_space <= 0:
@@ -155,8 +160,8 @@ class Scheduler:
     def fill(self) -> Batch | None:
         """Build the batch of the next step.
 
-        Returns None if nothing can be computed before a result arrives or a sequence is added. If no batch is in flight
-        either, all running and waiting sequences wait for `awaited`.
+        Returns None if nothing can be computed until a result arrives or a sequence is added. If it returns None while
+        no batch is in flight, all sequences wait for the host data in `awaited`.
         """
         self._num_tokens_running = None
         if not self._running and not self._waiting:
@@ -176,8 +181,8 @@ class Scheduler:
     def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
         """Apply the results of the oldest batch in flight. Return at most one Delta per sequence.
 
-        Rows of ended sequences are ignored. Raises `EngineFailure` if the batch is not the oldest, and `RowFailed` if a
-        row cannot be applied.
+        Rows of sequences that have ended are ignored. Raises `EngineFailure` if the batch is not the oldest, and
+        `RowFailed` if a row cannot be applied.
         """
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
@@ -193,7 +198,7 @@ class Scheduler:
     def num_equal_steps(self) -> int:
         """Lower bound on the number of next steps that have the same decode rows, if no token ends a sequence.
 
-        0 if it is unknown. Until these steps end, no waiting sequence starts, none is retracted and none ends.
+        0 if it is unknown. No sequence starts, ends or is retracted before these steps have ended.
         """
         if self._trials:
             return 0
@@ -202,9 +207,9 @@ class Scheduler:
     def skip_steps(self, num_steps: int, token_id: int) -> None:
         """Advance by `num_steps` equal steps, each of which samples `token_id` in every row. For simulations.
 
-        The result is the state after `num_steps` calls of `fill` and of `apply`, without their batches and Deltas. As
-        many steps as before are in flight, with the numbers that follow. `num_steps` must be at most `num_equal_steps`,
-        and the token must end no sequence.
+        The scheduler is then in the same state as after `num_steps` calls of `fill` and `apply`, but no batches and
+        Deltas are created. The number of steps in flight does not change, and their step numbers rise by `num_steps`.
+        `num_steps` must be at most `num_equal_steps`, and the token must end no sequence.
         """
         self._decode_runs.advance(num_steps, token_id)
         self._num_filled += num_steps
@@ -227,7 +232,7 @@ class Scheduler:
 
     @property
     def awaited_masks(self) -> HostData | None:
-        """The newest host data that is not there yet and may force tokens, or None.
+        """The newest host data that has not arrived yet and may force tokens, or None.
 
         Waiting a short time for this data before the next `fill` can save steps.
         """
@@ -243,7 +248,7 @@ class Scheduler:
         return deltas
 
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
-        """Remove waiting sequences that have never run, so that another scheduler can compute them."""
+        """Remove waiting sequences that have not run yet, so that another scheduler can compute them."""
         for sequence in sequences:
             self._waiting.remove(sequence)
             if sequence.constraint is not None:
@@ -251,9 +256,9 @@ class Scheduler:
         self._running.full = False
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence whose text reached a stop string. Return no Delta.
+        """End a sequence whose text contains a stop string.
 
-        Does nothing if the sequence has already ended.
+        Returns no Delta, because the detokenizer has ended the output. Does nothing if the sequence has already ended.
         """
         if sequence in self:
             self._retire(sequence, Finish("stop"))
@@ -263,9 +268,9 @@ class Scheduler:
 
         `batches` are all batches in flight, oldest first. The oldest one failed, and none of them will be applied. The
         prefix tree is emptied, because its pages may be corrupt. All running sequences are recomputed from their known
-        tokens and produce the same further tokens. The requests of the failed step are recomputed first, one half at a
-        time (`Trials`). A request that fails alone is ended. Returns the ids of the requests that end now; no Deltas
-        are created for them.
+        tokens and produce the same further tokens. The requests of the failed step are recomputed first, in smaller and
+        smaller groups (`Trials`), and a request that fails alone is ended. Returns the ids of the requests that this
+        call ends; no Deltas are created for them.
         """
         suspects = self._recompute(batches)
         lost = self._trials.narrow(suspects)
@@ -306,9 +311,9 @@ class Scheduler:
         return sorted(request_ids)
 
     def _try_next(self) -> None:
-        """Put running sequences back into the queue.
+        """Put all running sequences back into the queue.
 
-        Allow only the next group of trials, or all sequences if none is left.
+        Then allow only the sequences of the next trial group to run, or all sequences if no group is left.
         """
         for sequence in reversed(list(self._running)):
             self._waiting.put_back(sequence)
@@ -317,7 +322,7 @@ class Scheduler:
         self._waiting.allowed = self._trials.allowed
 
     def rebuild(self, lost: Container[int] = ()) -> None:
-        """Rebuild rows, pages and tree after an exception at any point of the scheduler.
+        """Rebuild rows, pages and the prefix tree after an exception that may have left them inconsistent.
 
         The requests in `lost` are ended. No batch in flight will be applied. All other sequences are recomputed from
         their known tokens and produce the same further tokens.
@@ -344,16 +349,13 @@ class Scheduler:
             self._retire(sequence, Finish("abort", message=STEP_FAILED))
 
     def _start_over(self) -> None:
-        """Put all running sequences back at the head of the queue.
-
-        No token counts as computed, and no step as in flight.
-        """
+        """Put all running sequences back at the head of the queue, with no computed token and no step in flight."""
         self._num_applied = self._num_filled
         for sequence in reversed(self._running.reset()):
             self._waiting.put_back(sequence)
 
     def flush(self) -> bool:
-        """Empty the prefix tree. Return False, without effect, while sequences run or wait."""
+        """Empty the prefix tree. Return False, and do nothing, while sequences run or wait."""
         if self._running or self._waiting:
             return False
         self._cache.empty()
@@ -362,8 +364,8 @@ class Scheduler:
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Return and clear the page copies that wait for the next batch.
 
-        The caller must perform them before its forward pass. If no sequence runs, the result also contains the copies
-        of all pages that still wait to be copied to the host tier.
+        The caller must perform the copies before the next forward pass. If no sequence runs, all pages that still wait
+        for the host tier are included.
         """
         if self._cache.tier is not None and not self._running:
             self._cache.tier.write_all()
@@ -371,21 +373,21 @@ class Scheduler:
 
     @property
     def has_copies(self) -> bool:
-        """Whether `take_copies` would return any copies."""
+        """Whether `take_copies` would return at least one copy."""
         return bool(self._cache.copies) or (
             self._cache.tier is not None and not self._running and self._cache.tier.num_waiting > 0
         )
 
     def forget_adapter(self, adapter_id: int) -> None:
-        """Empty the slot of an adapter, if no sequence uses it."""
+        """Empty the slot of an adapter, unless a sequence uses it."""
         self._running.adapters.forget(adapter_id)
 
     def take_events(self) -> list[Event]:
-        """Return and clear the events of cached pages. The list is empty if events are off."""
+        """Return and clear the events of cached pages. Returns an empty list if events are off."""
         return [] if self._cache.events is None else self._cache.events.take()
 
     def prefix_tree(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-        """Return the shape of the prefix tree; see `RadixTree.outline`."""
+        """Return the shape of the prefix tree, with at most `limit` nodes; see `RadixTree.outline`."""
         return self._cache.outline(limit)
 
     def prefix_tree_ids(self, limit: int, num_ids: int) -> list[list[int]]:
@@ -393,7 +395,7 @@ class Scheduler:
         return self._cache.outline_ids(limit, num_ids)
 
     def touch(self, ids: list[int], namespace: Hashable) -> int:
-        """Make the cached prefix of these tokens the most recently used one. Return its number of tokens."""
+        """Mark the cached prefix of these tokens as most recently used. Return its number of tokens."""
         return self._cache.touch(ids, namespace)
 
     def num_cached(self, sequence: Sequence) -> int:
@@ -491,9 +493,9 @@ class Scheduler:
 
 
 def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
-    """Return the log-probability entry of the first requested prompt token.
+    """Return the log-probability entry of the first requested prompt token, or None if the request wants none.
 
-    Its values are None: no position predicts it. Returns None if the request wants no prompt log-probabilities.
+    If it is the first token of the prompt, its values are None, because no position predicts it.
     """
     params: LogprobParams | None = sequence.request.logprobs
     if params is None or params.start < 0:
@@ -506,7 +508,7 @@ def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
 
 
 def _request_missing_logprobs(sequence: Sequence) -> None:
-    """Request the prompt log-probabilities again that have not arrived."""
+    """Request the prompt log-probabilities again that had not arrived before the recomputation."""
     arrived = sequence.prompt_logprobs
     if arrived is not None and sequence.request.logprobs is not None:
         sequence.next_logprob = sequence.request.logprobs.start + len(arrived.chosen) - 1

@@ -25,7 +25,7 @@ NO_BRANCHES: Mapping[Sequence, list[Branch]] = MappingProxyType({})
 class StepRows:
     """The rows of the batch being built.
 
-    Adding a row also updates its sequence: `num_computed`, and `num_pending` if the row samples.
+    Adding a row increases its sequence's `num_computed`, and `num_pending` if the row samples.
     """
 
     __slots__ = (
@@ -63,13 +63,13 @@ class StepRows:
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
         self._drafts: DraftRows | None = None  # None: no row has draft tokens
-        self._unknown_starts: list[int] = []  # rows whose first position is known only to the device
+        self._unknown_starts: list[int] = []  # rows whose first position only the device knows
         self._embedded: list[int] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._media: list[MediaSpan] = []
         self._mutual_spans: list[tuple[int, int, int]] = []
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
-        self.unfinished: list[Sequence] = []  # cut prompts, which continue in the next step
+        self.unfinished: list[Sequence] = []  # sequences whose prompt continues in the next step
         self.retracted = False
         self.num_new = 0
         self.num_cached_tokens = 0
@@ -77,7 +77,7 @@ class StepRows:
         self.num_scored = 0  # number of prompt tokens whose log-probabilities are computed
         self.num_decodes = 0
         self.num_drafted = 0  # number of proposed tokens in all rows
-        self.num_forced = 0  # number of rows that compute up to `max_forced` known output tokens
+        self.num_forced = 0  # number of rows that compute forced output tokens, up to `max_forced` each
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -88,11 +88,14 @@ class StepRows:
 
     @property
     def branch_pages(self) -> list[int]:
-        """Pages of all branches."""
+        """The branches' own pages."""
         return [] if self._drafts is None else self._drafts.branch_pages
 
     def add_decodes(self, sequences: list[Sequence], *, starts_known: bool = True) -> None:
-        """Add a row for each sequence. Each sequence lacks only the KV of its last token, which is known or pending."""
+        """Add a row for each sequence.
+
+        Only the KV of the sequence's last token is missing; this token is known or pending.
+        """
         first = len(self._sequences)
         if not starts_known:
             self._unknown_starts += range(first, first + len(sequences))
@@ -116,9 +119,9 @@ class StepRows:
         starts_known: bool = True,
         branches: Mapping[Sequence, list[Branch]] = NO_BRANCHES,
     ) -> None:
-        """Add one row for each sequence. It computes the one token without KV, then the proposed tokens.
+        """Add one row for each sequence. The row computes the only token without KV, then the proposed tokens.
 
-        The branches of a sequence follow its row as separate rows.
+        A sequence's branches follow its row as separate rows.
         """
         drafts = self._drafts = self._drafts or DraftRows()
         for sequence, ids in proposed.items():
@@ -142,7 +145,7 @@ class StepRows:
         self.num_decodes += len(proposed)
 
     def _add_branch(self, sequence: Sequence, start: int, branch: Branch) -> None:
-        """Add a branch as a row after the sequence's row, which begins at position `start`."""
+        """Add a branch as a row of its own. The row of its sequence begins at position `start`."""
         row, count = len(self._sequences), len(branch.ids)
         self._sequences.append(sequence)
         self._starts.append(start + branch.depth)
@@ -154,7 +157,7 @@ class StepRows:
     def add_prompt(self, sequence: Sequence, count: int) -> None:
         """Add a row that computes the next `count` known tokens.
 
-        If the row ends with the last known token, it also samples or embeds.
+        If the row ends with the last known token, it also samples a token or computes an embedding.
         """
         start = sequence.num_computed
         end = start + count
@@ -178,7 +181,7 @@ class StepRows:
         sequence.num_computed = end
 
     def _add_media(self, media: PromptMedia, start: int, end: int) -> None:
-        """Add the media vectors of a new row that computes the positions start .. end - 1."""
+        """Add the media vectors that a new row with the positions start .. end - 1 needs."""
         row, first = len(self._sequences), len(self._token_ids)
         for span in media.spans:
             low, high = max(span.start, start), min(span.end, end)
@@ -215,7 +218,7 @@ class StepRows:
         sampling = None
         if self._sampled:
             row_of = np.array(self._sampled, np.int32)
-            if len(self._token_ids) == len(counts):  # usually every row has one token; this saves 4 us
+            if len(self._token_ids) == len(counts):  # usually every row has one token; this check saves 4 us
                 positions, new_positions = row_of, ends.take(row_of)
             else:
                 before_last = np.zeros_like(row_of)
@@ -263,7 +266,7 @@ class StepRows:
         )
 
     def _rows_with(self, name: Literal["hidden", "experts"]) -> tuple[int, ...]:
-        """Return the rows whose requests want hidden states or routed experts, as `name` says."""
+        """Return the rows whose requests want the hidden states or the routed experts; `name` says which of the two."""
         rows = ((row, sequence.parts) for row, sequence in enumerate(self._sequences))
         return tuple(row for row, parts in rows if parts is not None and getattr(parts, name) is not None)
 

@@ -7,24 +7,25 @@ from collections.abc import Iterable
 
 from runtime.sequence import Sequence
 
-# Number of consecutive rounds that may find no culprit. In a round, a step fails outside trials, and its requests are
-# then bisected. The next such failure ends all requests of its step.
+# Maximum number of consecutive rounds that find no culprit. A round begins when a step fails outside a trial: the
+# requests of this step are bisected. When a step fails after so many rounds, all its requests are ended.
 MAX_ROUNDS = 2
-MAX_ALONE = 3  # after this many consecutive requests fail alone, all requests are ended: none is the cause
+# After this many consecutive requests have failed alone, all requests are ended, because none of them is the cause.
+MAX_ALONE = 3
 
 
 class Trials:
-    """Groups of requests, which are computed one group at a time until each request has a new token.
+    """Groups of requests. One group at a time is computed, until each of its requests has a new token.
 
     If a group's step fails, the group is halved. A request that fails alone is the culprit. Each halving takes about
     two steps and recomputes the prompts. All other requests wait during the trials.
     """
 
     def __init__(self) -> None:
-        self._groups: deque[list[int]] = deque()  # request ids; the first group is being computed
-        # For each sequence of the first group: its number of known tokens when the group began.
+        self._groups: deque[list[int]] = deque()  # groups of request ids; the first group is being computed
+        # Number of known tokens of each sequence of the first group when its computation began.
         self._known: dict[Sequence, int] = {}
-        self._num_rounds = 0  # rounds since the last culprit
+        self._num_rounds = 0  # number of rounds since a culprit was last found
         self._num_alone = 0
 
     def __bool__(self) -> bool:
@@ -36,7 +37,7 @@ class Trials:
         return set(self._known) if self._groups else None
 
     def narrow(self, failed: list[int]) -> list[int]:
-        """Record a failed step with these requests. Return the requests to end; `begin` tries the remaining ones."""
+        """Record a failed step with these requests. Return the requests to end; the others are tried after `begin`."""
         if not failed:
             return []
         alone = len(failed) == 1 and bool(self._groups) and failed == self._groups[0]
@@ -58,7 +59,7 @@ class Trials:
         return lost
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Allow only sequences of the first group that has live ones. `sequences` are all running and waiting ones."""
+        """Allow only the first group with live sequences. `sequences` are all running and waiting sequences."""
         by_request: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             by_request.setdefault(sequence.request.id, []).append(sequence)
@@ -70,9 +71,9 @@ class Trials:
                 self._groups.popleft()
 
     def passed(self, full: bool) -> bool:
-        """Return whether each sequence of the first group has ended or has a new token. If so, go on to the next group.
+        """Return whether each sequence of the first group has ended or has a new token. If so, drop this group.
 
-        If the pool is `full`, waiting sequences are ignored. Their requests become the next group.
+        If the KV pool is `full`, waiting sequences are ignored, and their requests become the next group.
         """
         open_ids: dict[int, None] = {}
         for sequence, known in self._known.items():
