@@ -331,11 +331,14 @@ class WeightControl:
             await self._commit(flush=flush, version=version)
 
     async def _prepare(self, source: Mapping[str, Any], *, merge: bool) -> str | None:
-        """Stage layers from tensors on all ranks.
+        """Stage layers from tensors on all ranks. Return None, or the reason of a failure.
 
-        If this fails, drop all staged tensors and return the reason; else None.
+        After a failure, the caller must drop all staged tensors.
         """
-        self._check_adapters()
+        try:
+            self._check_adapters()
+        except InvalidRequest as error:
+            return error.message
         answers = await ask(self._actors, "stage_weights", {"final": False, **source, "merge": merge})
         if (error := first_error(answers)) is not None:
             return error
