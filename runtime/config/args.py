@@ -109,7 +109,7 @@ _OPTIONS = Options(Args)
 
 
 def _with_speculative_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with the options that --speculative-config sets added.
+    """Return `values` plus the options that --speculative-config sets.
 
     Raises `ConfigurationError` if an option is also set by its own flag.
     """

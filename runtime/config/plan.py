@@ -90,7 +90,7 @@ class CachePlan(Section):
     storage: str | None = None  # backend of the storage tier: "file" or "dynamic"; None: no storage at start
     prefetch_policy: str = "timeout"  # how long a request waits for pages from storage
     storage_config: Mapping[str, Any] = field(default_factory=dict)  # settings of the backend
-    host_layout: str = "layer_first"  # order of host memory: "layer_first", or page by page
+    host_layout: str = "layer_first"  # order of the data in host memory: by layer ("layer_first"), or by page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class SchedulerPlan(Section):
     log_interval_steps: int
     watchdog_timeout_s: float
     crash_folder: str | None = None  # folder for the record that is written if a step hangs; None: no record
-    record_file: str | None = None  # file for a record of the schedule; None: no record
+    record_file: str | None = None  # file to which the schedule of all steps is recorded; None: no record
     max_queue_time_s: float | None = None  # longest time that a request may wait in the queue; None: no limit
     micro_batches: int = 1  # batches in flight with disjoint sequences: one per pipeline stage
     priorities: bool = False  # priorities order the queue, displace waiting requests and interrupt running ones

@@ -58,7 +58,7 @@ class Pooling:
 
     @classmethod
     def decode(cls, body: Mapping[str, Any] | None) -> Pooling | None:
-        """Return the pooling for its JSON form, or None for None."""
+        """Return the pooling that a JSON object describes, or None if `body` is None."""
         if body is None:
             return None
         dense = tuple(Dense(**each) for each in body["dense"])

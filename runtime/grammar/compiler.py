@@ -82,7 +82,7 @@ class GrammarCompiler:
         return GrammarConstraint(compiled, self._masks, ends, marker, grammar.opened_by, grammar.must_begin)
 
     def limited(self, limit: ThinkingLimit, inner: Constraint | None) -> LimitedThinking:
-        """Return a constraint that closes the reasoning block at its limit of tokens.
+        """Return a constraint that closes the reasoning block when the block reaches the limit of tokens.
 
         Raises `InvalidRequest` if this model's tokens cannot close the block.
         """

@@ -49,7 +49,7 @@ def _load(plan: Plan, facts: ModelFacts, tokenizer: Tokenizer, eos_ids: frozense
 
 
 class FirstOf:
-    """A `Backend` that combines two. If the first raises `Unsupported` for a grammar, the second compiles it."""
+    """A `Backend` that combines two backends. The second compiles each grammar that the first does not support."""
 
     matcher = object
 

@@ -171,8 +171,8 @@ def _download(
 def find_weights(directory: Path, load_format: str = "auto") -> WeightFiles:
     """Return the weight files of a local checkpoint; `load_format` is "auto", "safetensors", "pt" or "npcache".
 
-    These are the files that the index lists or, without an index, all weight files except `consolidated*` and training
-    state. Raises CheckpointError if there are none.
+    If the checkpoint has an index, the index lists the weight files. Otherwise all weight files are used except
+    `consolidated*` and training state. Raises CheckpointError if there are no weight files.
     """
     if load_format in ("auto", "safetensors"):
         files = _indexed(directory, SAFETENSORS_INDEX) or _matching(directory, "*.safetensors")

@@ -34,7 +34,7 @@ class CustomTensors:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
-        """Pass the parts of each tensor in `cuts` to `take`, on this thread, and release each tensor afterwards."""
+        """Call `take(name, index, part)` on this thread for each part in `cuts`. Release each tensor afterwards."""
         for name in cuts:
             give_parts(take, cuts, name, self._tensors.pop(name))
 

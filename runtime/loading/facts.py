@@ -188,7 +188,7 @@ def check_serves(facts: ModelFacts) -> None:
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with the user's overrides.
 
-    Either may state rope parameters as `rope_parameters` or, in the older form, as `rope_theta` and `rope_scaling`.
+    Both may have the key `rope_parameters` or the older keys `rope_theta` and `rope_scaling`.
     """
     merged = {**values, **overrides}
     if "rope_parameters" in overrides and "rope_scaling" not in overrides:

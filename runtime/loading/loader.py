@@ -220,7 +220,7 @@ def build_model(
 
 
 def _kept(build: Build) -> Mapping[str, GroupForm]:
-    """Return the forms of the weights that the model's layers keep in groups."""
+    """Return weight name -> form, for the weights that stay quantised in the model's layers."""
     return build.quantization.kept if isinstance(build.quantization, KeptGroups) else {}
 
 
@@ -244,7 +244,7 @@ def make_pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
 
 
 def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device, in_host: LayersInHost) -> int:
-    """Return the bytes that loading fills. Raises CheckpointError if the prepared weights exceed the free memory."""
+    """Return the bytes of the parameters to load. Raises CheckpointError if the weights exceed the free memory."""
     filled = sum(each.numel() * getattr(each, "own_dtype", dtype).itemsize for each in model.parameters())
     needed = prepared_bytes(model, dtype) - in_host.num_bytes + in_host.slot_bytes
     if device.type == "cuda":
@@ -280,7 +280,7 @@ def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> Quant
 
 
 def tensor_name(facts: ModelFacts, stored: str) -> str | None:
-    """Return the family's name for a stored tensor, or None if the model does not use the tensor."""
+    """Return the model's name for a tensor that the checkpoint calls `stored`, or None if the model does not use it."""
     fields = Fields(facts.config, "config.json: ")
     num_nextn = fields.optional_integer("num_nextn_predict_layers", low=0) or 0
     nextn = (f"model.layers.{facts.num_layers + number}." for number in range(min(num_nextn, MAX_NEXTN_LAYERS)))

@@ -36,7 +36,7 @@ class MemoryTensors:
         """Do nothing, because the tensors belong to the caller."""
 
     def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
-        """Pass the parts of each tensor in `cuts` to `take`."""
+        """Call `take(name, index, part)` for each part that `cuts` lists."""
         for_each(lambda name: give_parts(take, cuts, name, self._tensors[name]), cuts, num_threads)
 
 

@@ -396,7 +396,7 @@ def _shards(layer: Weighted) -> dict[str, list[Shard]]:
 
 
 def _kept(model: nn.Module) -> Mapping[str, Any]:
-    """Return the forms of the weights that the model keeps in the checkpoint's groups."""
+    """Return weight name -> form, for the weights that stay quantised in the model."""
     for module in model.modules():
         method = getattr(module, "method", None)
         if isinstance(method, KeptGroups):

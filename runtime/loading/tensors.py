@@ -56,12 +56,15 @@ class Tensors(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
-        """Pass the parts of each tensor in `cuts` to `take`."""
+        """Read each part that `cuts` lists, and call `take(name, index, part)` with it.
+
+        `index` is the part's index in `cuts[name]`. With several threads, `take` is called concurrently.
+        """
         ...
 
 
 def give_parts(take: Take, cuts: Cuts, name: str, tensor: Tensor) -> None:
-    """Pass the parts of one tensor in `cuts`, if any, to `take`."""
+    """Call `take(name, index, part)` for each part of this tensor that `cuts` lists, if any."""
     for number, cut in enumerate(cuts.get(name, ())):
         take(name, number, tensor[cut])
 
@@ -160,7 +163,7 @@ class TensorFiles:
             reader.release()
 
     def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
-        """Pass the parts of each tensor in `cuts` to `take`. With several threads, parts are read concurrently."""
+        """Read each part that `cuts` lists, and call `take(name, index, part)`; see `Tensors.read_all`."""
 
         mapped = 0
 

@@ -161,7 +161,7 @@ class LoadedWeights:
 
     @property
     def staged(self) -> StagedWeights:
-        """The trainer's weights that wait for `commit`. Raises CheckpointError if they cannot be replaced."""
+        """The trainer's weights that wait for `commit`. Raises CheckpointError for models that take no such weights."""
         if self._staged is None:
             facts, plan = self._source.facts, self._source.plan
             if plan.by_transformers:

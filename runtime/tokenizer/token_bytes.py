@@ -116,7 +116,7 @@ def _byte_level(backend: FastBackend) -> TokenBytes:
 
 
 def _probed(backend: FastBackend, *, byte_fallback: bool) -> TokenBytes:
-    """Return tables that decode a token alone for `first`, and after another token for `rest`."""
+    """Return tables that decode tokens on access: alone for `first`, and after another token for `rest`."""
     anchor = _anchor(backend, byte_fallback)
     before = len(backend.decode([anchor], False))
 

@@ -65,7 +65,7 @@ def offload_group(builder: PlanBuilder, device: str, facts: ModelFacts) -> Decis
 
 
 def in_groups(num_layers: int, group_size: int, num_in_group: int) -> list[int]:
-    """Return the indices of layers: the last `num_in_group` of every `group_size` consecutive ones."""
+    """Return the indices of the last `num_in_group` layers of every `group_size` consecutive layers."""
     return [index for index in range(num_layers) if index % group_size >= group_size - num_in_group]
 
 

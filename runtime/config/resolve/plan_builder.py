@@ -64,7 +64,7 @@ class PlanBuilder:
 
 @cache
 def _followed() -> dict[type, dict[str, Option]]:
-    """Return, for each section, the fields that copy the value of a single option, and this option."""
+    """Return section -> {field: option}, for the fields that copy the value of one option."""
     count = Counter(option.spec.plan for option in options())
     sections = get_type_hints(Plan)
     followed: dict[type, dict[str, Option]] = {section: {} for section in sections.values()}

@@ -87,12 +87,15 @@ def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
 
 
 def _place(grammar: Grammar, rule: str) -> str:
-    """Return the place of a schema for error messages. For structural tags, `rule` is already the place."""
+    """Return where a schema stands, for error messages. For structural tags, `rule` already says it."""
     return rule if grammar.kind == "structural_tag" else grammar.places.get(rule, f"{rule}/%json")
 
 
 def schemas_in(grammar: Grammar) -> list[tuple[str, Any]]:
-    """Return (place, JSON schema) of each schema in a grammar. If the grammar is a JSON schema, its place is ""."""
+    """Return (place for error messages, schema) for each JSON schema in a grammar.
+
+    If the grammar itself is a JSON schema, its place is "".
+    """
     found: list[tuple[str, Any]] = []
     if grammar.kind == "json_schema":
         found = [("", json_text.parse(grammar.source))]

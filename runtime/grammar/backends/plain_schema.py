@@ -16,7 +16,7 @@ from runtime.grammar.schema import json_text, writer
 from runtime.grammar.schema.references import Unsupported
 
 Schema = dict[str, Any]
-# Names and strings that need no escapes, neither in JSON nor in the regular expressions of any library.
+# Names and strings that are written without escapes in JSON and in the regular expressions of all libraries.
 _PLAIN = re.compile(r"[A-Za-z0-9_ \-]{0,200}")
 MAX_DEPTH = 32
 VALUE_SIZE = 4  # size counted for each value in addition to its characters, for whitespace and punctuation
@@ -80,7 +80,7 @@ class _Builder:
         raise Unsupported("type", pointer, "there is none")
 
     def _about(self, name: str, schema: Schema) -> Schema:
-        """Return `schema`, which allows several types, without the keywords that do not apply to the type `name`."""
+        """Return a schema with several types for only the type `name`: drop the keywords that limit the other types."""
         others = set[str]().union(
             *(_ABOUT[other] for other in _ABOUT if other != name and {other, name} != {"integer", "number"})
         )

@@ -52,7 +52,7 @@ def structural_tag_to_lark(source: str, write_schema: WriteSchema) -> str:
 
 
 def schemas_of_tag(source: str) -> list[tuple[str, Any]]:
-    """Return (place, JSON schema) of each schema in a structural tag."""
+    """Return (place for error messages, schema) for each JSON schema in a structural tag."""
     found: list[tuple[str, Any]] = []
 
     def find(schema: Any, place: str) -> str:
@@ -64,7 +64,7 @@ def schemas_of_tag(source: str) -> list[tuple[str, Any]]:
 
 
 def _old_form(tag: Mapping[str, Any]) -> tuple[list[tuple[Any, str]], Any, str]:
-    """Return, for the form with "structures", the tags with their places, the triggers, and the triggers' place."""
+    """Read the form with "structures". Return (tags with their places, triggers, place of the triggers)."""
     structures = tag.get("structures")
     if not isinstance(structures, list) or not structures or len(structures) > MAX_TAGS:
         raise InvalidGrammar(f"structures must be a list of 1 to {MAX_TAGS} objects")

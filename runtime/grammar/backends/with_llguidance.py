@@ -61,7 +61,7 @@ LIMITS: dict[str, Any] = {
 }
 
 LIMIT_WORDS = {
-    "panic": TOO_LARGE,  # for example above 65,000 symbols; the message is for the library's authors
+    "panic": TOO_LARGE,  # for example above 65,000 symbols; the library's own message does not help users
     "grammar size": TOO_LARGE,
     "Current row has": ALTERNATIVES,
     "Too many items": ALTERNATIVES,

@@ -22,7 +22,7 @@ from runtime.grammar.matching.position import Position
 
 logger = logging.getLogger("penstock.grammar")
 
-SLOW_S = 0.004  # an output whose mask takes longer uses the slow thread next
+SLOW_S = 0.004  # an output whose mask takes longer moves to the slow thread
 # A batch of n rows is slow if it takes more than BATCH_SLOW_S + n * ROW_SLOW_S. After a slow batch, all its outputs
 # move to the slow thread, which measures the next mask of each output separately.
 BATCH_SLOW_S, ROW_SLOW_S = 0.01, 0.0005
@@ -56,7 +56,7 @@ class MaskThread:
 
     def __init__(self, backend: Backend, eos_ids: Iterable[int] = (), max_forced: int = 0) -> None:
         self._backend = backend
-        self._ends = places_of(eos_ids)  # places of the tokens that the backend allows where an output may end
+        self._ends = places_of(eos_ids)  # mask bits of the tokens that the backend allows where an output may end
         self._max_forced = max_forced
         self._num_words = backend.num_words
         self._slow = _Lane("penstock-masks-slow", self._compute_each, self._compute_each_draft)
@@ -266,7 +266,7 @@ class _Lane:
                 if isinstance(request, DraftRequest):
                     if request.drafts.ids is not None:
                         drafts.append(request)
-                    else:  # it returns to the inbox when the draft model has proposed the ids, and stays pending
+                    else:  # the request returns to the inbox when the draft model has proposed the ids
                         request.drafts.when_proposed(partial(self._inbox.put, [request]))
             try:
                 if masks:

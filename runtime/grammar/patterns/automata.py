@@ -21,7 +21,7 @@ MAX_STATES = 600  # maximum number of states of the deterministic automaton
 MAX_STEPS = 100_000  # maximum number of transitions that are visited
 MAX_WRITTEN_STATES = 150  # maximum number of states of an automaton that is converted to a pattern
 MAX_WRITTEN = 20_000  # maximum number of characters of such a pattern
-STEPS_PER_COUNT = 16  # number of steps that count as one unit of work, like resolving one reference
+STEPS_PER_COUNT = 16  # number of steps that count as one unit of work; see `Count`
 
 Ranges = tuple[tuple[int, int], ...]  # code points, inclusive, ascending
 Count = Callable[[Any], object]  # called for each unit of work; raises an error above a limit

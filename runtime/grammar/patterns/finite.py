@@ -7,7 +7,7 @@ from runtime.grammar.patterns.expressions import Either, Node, PatternError, Rep
 
 
 def matches_few(pattern: str, most: int) -> bool:
-    """Whether an upper bound on the number of matching texts is at most `most`. False for a malformed pattern."""
+    """Whether it is certain that at most `most` texts match the pattern. False for a malformed pattern."""
     total = 0
     try:
         for at_start, row, at_end in rows(pattern, is_wide=False):

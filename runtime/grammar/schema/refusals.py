@@ -1,4 +1,6 @@
-"""Find the part of a JSON schema that causes the library to refuse the schema. The library's errors rarely name it.
+"""Find the part of a JSON schema because of which llguidance refuses the schema.
+
+llguidance's errors rarely name this part.
 
 Each part of a refused schema is compiled alone, with the definitions that it refers to. If a part is refused for the
 same reason as the schema, its own parts are tried next. The result is the innermost part that is refused.

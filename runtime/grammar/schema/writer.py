@@ -373,7 +373,7 @@ class _Writer:
         return written
 
     def unique_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        """Accept arrays of unique strings, or of objects with a unique string, which the caller enforces."""
+        """Accept arrays of unique strings, or of objects with a unique string. The caller enforces the uniqueness."""
         if value is False or (bounds.is_number(schema.get("maxItems")) and schema["maxItems"] <= 1):
             return {}
         if value is True and self.keeps_unique and "prefixItems" not in schema:

@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     bits = fields.optional_integer("bits") or fields.optional_integer("w_bit") or 4
     if not 2 <= bits <= 8:
         raise fields.wrong("bits", "from 2 to 8")

@@ -30,7 +30,7 @@ MAX_STATE_BYTES = 2**16
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     derived = Derived()
     for name in stored.shapes:
         if STATE in name:

@@ -104,7 +104,7 @@ class GgufFiles:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor. Its pages are read on access."""
+        """Return one memory-mapped tensor. The file is read when the tensor's values are."""
         tensor = self.header.tensors[name]
         content = self._files.setdefault(tensor.file, FileBytes(tensor.file)).read(tensor.begin, tensor.end)
         if tensor.begin % 4:
@@ -129,7 +129,7 @@ def _stored_shape(tensor: GgufTensor) -> tuple[int, ...]:
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     if not isinstance(stored, GgufFiles):
         raise CheckpointError(f"{fields.path}quant_method gguf requires a .gguf file. Set --model-path to the file.")
     header, derived = stored.header, Derived()

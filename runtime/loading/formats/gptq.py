@@ -24,7 +24,7 @@ BITS = range(2, 9)
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     values = fields.values
     bits = fields.integer("bits")
     if bits not in BITS:

@@ -28,7 +28,7 @@ INPUT_SCALE, LOW_RANK = ".pre_quant_scale", ".svdquant_lora_a"
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     derived, groups = scaled.derive(stored, fields), _group_sizes(fields.values)
     for name, dtype in stored.dtypes.items():
         stem = name if name.endswith("weight") else f"{name}_weight"

@@ -18,7 +18,7 @@ from runtime.loading.formats.stored import Derived, Read, Stored, require
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     derived = Derived()
     for name in stored.shapes:
         if name.endswith("_blocks"):

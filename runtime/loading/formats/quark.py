@@ -27,7 +27,7 @@ ADVICE = "Export the model in one of the schemes fp8, ptpc_fp8, int8, int4, uint
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     dtypes = set(_dtypes(fields))
     derived = scaled.derive(stored, fields)
     export = fields.values.get("export")

@@ -47,7 +47,7 @@ _CACHE_SCALES = re.compile(r".*\.self_attn\.[kv]_scale")
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     _check(fields)
     derived = Derived()
     schemes = _schemes(fields.values)
@@ -210,7 +210,7 @@ def _add_integers(derived: Derived, stored: Stored, name: str, schemes: Schemes)
     offset = 1 << (bits - 1)
 
     def read_zeros(read: Read) -> Tensor | None:
-        """Return the zeros [O, G], or None."""
+        """Return the zero points, float32 [O, G], or None if the weight has none."""
         zeros = None if zero is None else read(zero)
         if zeros is not None and zeros.dtype == torch.int32:  # packed along the outputs
             zeros = unpack(zeros.T.contiguous(), bits, shape[0], dense=dense).T - offset
@@ -245,7 +245,10 @@ def _add_integers(derived: Derived, stored: Stored, name: str, schemes: Schemes)
 
 
 def _form(stored: Stored, shape: Sequence[int], scale: str, bits: int, *, shifted: bool = True) -> GroupForm | None:
-    """Return the group form of a weight with one scale per output and group of inputs, or None for other scales."""
+    """Return the form in which a weight can stay quantised, or None.
+
+    The weight needs one scale for each output and group of inputs.
+    """
     grid = stored.shapes[scale]
     if len(shape) != 2 or len(grid) != 2 or grid[0] != shape[0] or not grid[1] or shape[1] % grid[1]:
         return None
@@ -253,9 +256,9 @@ def _form(stored: Stored, shape: Sequence[int], scale: str, bits: int, *, shifte
 
 
 def _float8_form(grid: tuple[int, ...], shape: tuple[int, ...], schemes: Schemes) -> GroupForm | None:
-    """Return the group form of a float8 weight, or None.
+    """Return the form in which a float8 weight can stay quantised, or None.
 
-    A form needs one group per row, or groups whose size is a multiple of 32 inputs.
+    The weight needs one group per row, or groups whose size is a multiple of 32 inputs.
     """
     if len(shape) != 2:
         return None

@@ -101,7 +101,7 @@ class QuantizedTensors:
         }
 
     def keep_grouped(self, kept: Mapping[str, GroupForm]) -> None:
-        """Read these weights as codes, scales and shifts in the given form, and all others dequantised."""
+        """Give the weights in `kept` as codes, scales and shifts in these forms, and all other weights dequantised."""
         self._kept = kept
         for name in self.forms:
             out_size, in_size = self._derived.tensors[name].shape

@@ -31,7 +31,7 @@ KERNEL_PARTS = ("scale_and_zero", "per_tensor_scale")  # parts of layouts that a
 
 
 def derive(stored: Stored, fields: Fields) -> Derived:
-    """Derive the model's tensors (see `runtime.loading.formats`)."""
+    """Return how the model's tensors are computed from the stored tensors (see `runtime.loading.formats`)."""
     derived, dtypes = Derived(), stored.dtypes
     for name in dtypes:
         if match := DATA.fullmatch(name):
