@@ -62,7 +62,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `--help` imports none of them."""
+    """Import a public name when it is first used, so that `--help` does not import the engine."""
     if name not in __all__:
         raise AttributeError(f"module 'serve' has no attribute '{name}'")
     check_packages()
@@ -74,13 +74,14 @@ def __dir__() -> list[str]:
 
 
 class WrongPackageError(ImportError):
-    """A package of Penstock is missing, or Python finds another project's package of the same name first."""
+    """Raised if a package of Penstock is missing, or if Python finds another project's package of that name first."""
 
 
 def check_packages(names: tuple[str, ...] = ("runtime", "ops")) -> None:
-    """Raise `WrongPackageError` unless the named packages are in the same folder as this one. Imports none of them.
+    """Raise `WrongPackageError` if Python does not find the named packages in the folder that contains this package.
 
-    Other projects also have packages named `runtime` and `ops`. Therefore this check runs before any import from them.
+    The packages are not imported. The check runs before any import from `runtime` and `ops`, because other projects
+    also have packages with these names.
     """
     root = Path(__file__).resolve().parent.parent
     for name in names:

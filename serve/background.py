@@ -1,7 +1,7 @@
 """Background tasks and event loops that end completely when their owner stops them.
 
-`Engine` runs in a `BackgroundTask`. The reason: the task that enters a task group must also leave it, but notebook
-cells, fixtures and web frameworks enter it in one task and leave it in another. `SyncEngine` runs in an
+`Engine` runs in a `BackgroundTask`: a task group must be entered and left by the same task, but notebook cells,
+fixtures and web frameworks start an engine in one task and stop it in another. `SyncEngine` runs in an
 `event_loop_thread`.
 """
 
@@ -38,9 +38,9 @@ class BackgroundTask:
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:
-        """Start `main`, and return when it is ready. Raises the exception of `main`.
+        """Start `main`, and return when it is ready. If `main` fails first, raise its exception.
 
-        If `start` is cancelled, it first ends `main`.
+        If `start` is cancelled, it ends `main` before it raises `CancelledError`.
         """
         up = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(up), name="penstock-engine")
@@ -75,7 +75,7 @@ class BackgroundTask:
     async def stop(self) -> None:
         """Cancel `main`, and return when it has ended. Does not raise the exception of `main`.
 
-        If `stop` is cancelled, even repeatedly, it still waits until `main` has ended, and then raises
+        If the caller is cancelled, even repeatedly, `stop` still waits until `main` has ended, and then raises
         `CancelledError`.
         """
         if (task := self._task) is None:
@@ -91,10 +91,10 @@ class BackgroundTask:
 async def background_tasks(
     *coroutines: Coroutine[Any, Any, Any],
 ) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
-    """Run coroutines as tasks while the block runs. When the block ends, the remaining tasks are cancelled.
+    """Run coroutines as tasks while the block runs. When the block ends, cancel the remaining tasks.
 
-    Every HTTP request uses this instead of an anyio task group. A group and its scopes cost as much as reading the
-    request, and each task that they cancel leaves a reference cycle that keeps the request's memory.
+    Every HTTP request uses this instead of an anyio task group. A group costs as much time as reading the request, and
+    each task that it cancels leaves a reference cycle, which keeps the request's memory until a garbage collection.
     """
     tasks = tuple(asyncio.create_task(coroutine) for coroutine in coroutines)
     try:
@@ -123,15 +123,15 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     finally:
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # retrieve the exception; otherwise asyncio logs that it was never retrieved
+                task.exception()  # retrieve the exception, so that asyncio does not log it
 
 
 @contextmanager
 def event_loop_thread(name: str) -> Iterator[BlockingPortal]:
-    """Run a new event loop in a new thread, and yield a portal for calls into it.
+    """Run a new event loop in a new thread, and yield an anyio portal for calls on this loop.
 
-    Leaving the context ends the loop and the thread. Unlike the thread of anyio's own portals, this thread is a daemon:
-    the interpreter can exit while the context is still open.
+    Leaving the context ends the loop and the thread. Unlike the thread of `anyio.from_thread.start_blocking_portal`,
+    this thread is a daemon: the interpreter can exit while the context is open.
     """
     opened: Future[BlockingPortal] = Future()
     thread = Thread(target=anyio.run, args=(_run_loop, opened), name=name, daemon=True)
@@ -153,8 +153,8 @@ async def _run_loop(opened: Future[BlockingPortal]) -> None:
 async def run_in_daemon(work: Callable[[], T]) -> T:
     """Return `work()`, called in a daemon thread.
 
-    If the caller is cancelled, the thread is abandoned and does not delay the end of the process. Use this for calls
-    that may block forever, for example reading the next line from a terminal.
+    Use this for calls that may block forever, for example reading the next line from a terminal. If the caller is
+    cancelled, the thread is abandoned; it does not delay the end of the process.
     """
     outcome: Future[T] = Future()
 

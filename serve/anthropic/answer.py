@@ -1,6 +1,7 @@
-"""Answers of /v1/messages, complete or as events.
+"""Build the answers of /v1/messages, complete or as a stream of events.
 
-A stream has these events: message_start; for each block its start, deltas and stop; message_delta; message_stop.
+A stream has message_start; then content_block_start, content_block_delta and content_block_stop of each block; then
+message_delta and message_stop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from serve.calls.errors import ended
 from serve.http.errors import describe
 from serve.http.sse import Framing
 
-SIGNATURE = "penstock"  # Constant signature of thinking blocks, without which clients do not send the blocks back.
+SIGNATURE = "penstock"  # constant signature of thinking blocks; clients send back only blocks with a signature
 FRAMING = Framing(done=b"", ping=event("ping", {"type": "ping"}))
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -27,7 +28,7 @@ _DELTAS = {
 
 
 def message_answer(prepared: PreparedChat, chunk: Chunk, model: str) -> dict[str, Any]:
-    """Return the `message` object. Raises `Aborted` or `EngineFailure` if the answer is incomplete."""
+    """Return the `message` object of a complete answer. Raises `Aborted` or `EngineFailure` if it is incomplete."""
     parser = prepared.new_parser()
     parts = parts_of(parser.feed_chunk(chunk))
     finish = ended(chunk.finish)
@@ -81,7 +82,7 @@ def _stop_sequence(finish: Finish) -> str | None:
 def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
     """Return the token counts. `input_tokens` are the prompt tokens that were computed.
 
-    Cached prompt tokens are counted separately.
+    `cache_read_input_tokens` are the prompt tokens from the prefix cache.
     """
     return {
         "input_tokens": usage.prompt - usage.cached,

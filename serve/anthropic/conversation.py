@@ -59,9 +59,9 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
 
 
 def _service(body: CountBody) -> Service:
-    """Return the service of a body. A `cache_control` anywhere in the body pins the prompt.
+    """Return the `Service` of a body. If any part of the body has `cache_control`, the KV cache pins the prompt.
 
-    All turns of a conversation get the same pin name, so that a longer prompt replaces the pin of a shorter one.
+    All turns of a conversation have the same pin name, so that the pin of a longer prompt replaces the earlier pin.
     """
     marked: list[Any] = [body, *body.tools, *(body.system if isinstance(body.system, list) else ())]
     for turn in body.messages:
@@ -148,7 +148,7 @@ def _assistant(blocks: Sequence[Block], path: str) -> Message:
 
 
 def _user(blocks: Sequence[Block], path: str) -> list[Message]:
-    """Return one message for each tool result, and messages for the text before, between and after the results."""
+    """Return the messages of a user turn: one per tool result, and one for each run of other blocks between them."""
     messages: list[Message] = []
     parts: list[str | MediaSource] = []
     for index, block in enumerate(blocks):
@@ -178,7 +178,7 @@ def _image(block: ImageBlock, path: str) -> MediaSource:
 
 
 def _content(parts: Sequence[str | MediaSource]) -> str | list[dict[str, Any]]:
-    """Return the joined texts. With images, return a list of parts in order, in which adjacent texts are joined."""
+    """Return the joined texts, or, if there are images, a list of parts in which adjacent texts are joined."""
     content: list[dict[str, Any]] = []
     for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
         if is_text:

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}}`. A stream ends with such an event."""
+"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}}`. In a stream, the last event."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 Unknown fields of the body are refused. Unknown fields of nested objects are logged, or refused with
 --refuse-unknown-fields. Accepted without effect: `metadata` (an identifier for abuse reports, which this server does
-not write), `service_tier` (this server has only one), `signature` of thinking blocks (a constant of this server),
-`citations` of the assistant's text, `caller` of its calls (always the model), and `eager_input_streaming` of tools
-(arguments are always streamed).
+not send), `service_tier` (this server has one tier), `signature` of thinking blocks (a constant of this server),
+`citations` of the assistant's text, `caller` of the assistant's calls (always the model), and `eager_input_streaming`
+of tools (arguments are always streamed).
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class Tool:
-    """A function that the client runs. Tools that the server would run are refused because of their `type`."""
+    """A function that the client runs. Tools that the server would run have another `type` and are refused."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
 
     name: Annotated[str, Length(1, 256)]
-    # Required for functions. None for tools of other types, which are refused.
+    # Required for functions. Only tools of other types, which are refused later, may leave it out.
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool = False
@@ -157,7 +157,7 @@ class OutputConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ContextEdit:
-    """An edit that keeps the reasoning of all earlier turns. Edits that would change the messages are refused."""
+    """A context edit without effect: it keeps all earlier reasoning. Edits that change messages are refused."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -204,5 +204,5 @@ class MessagesBody(CountBody):
     container: NotBuilt = None
     diagnostics: NotBuilt = None
     inference_geo: NotBuilt = None
-    # Refused, as in Anthropic's API. The tool runners of clients then continue without this field.
+    # Refused with the error of Anthropic's API, after which clients' tool runners continue without this field.
     thread: NotBuilt = None

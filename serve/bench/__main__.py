@@ -9,7 +9,7 @@ from importlib import import_module
 from runtime.errors import ConfigurationError
 from serve.bench import PROGRAM
 
-# The modules are imported on use, because the in-process commands import torch.
+# Name -> (module, description). A module is imported when its command runs, because some import torch.
 COMMANDS = {
     "serving": ("serve.bench.serving", "a running server over HTTP: latencies, throughput, goodput"),
     "offline": ("serve.bench.offline", "throughput of the engine in this process"),
@@ -18,12 +18,15 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark command. Return the exit status, which is 2 for an invalid command line."""
+    """Run one benchmark command, and return the exit status (2 for an invalid command line)."""
     return run_command(PROGRAM, COMMANDS, sys.argv[1:] if argv is None else argv)
 
 
 def run_command(program: str, commands: Mapping[str, tuple[str, str]], argv: Sequence[str]) -> int:
-    """Call `main` of the module that the first argument names. `commands` maps names to (module, description)."""
+    """Run the command that the first argument names, and return its exit status.
+
+    `commands` maps a command's name to (module, description). The module's `main` is called with the other arguments.
+    """
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in ("-h", "--help"):
         sys.stdout.write(_usage(program, commands))

@@ -1,8 +1,7 @@
-"""A small HTTP/1.1 client that costs a few microseconds per streamed event.
+"""A small HTTP/1.1 client that costs a few microseconds per streamed event, so that it does not distort measurements.
 
-The client must not dominate the measurement. Each event costs one clock reading and one `append`. The bytes are parsed
-only when the response seems to have ended. httptools, which the server also uses, handles the framing (chunks, lengths,
-keep-alive).
+Each read costs one clock reading and one `append`. The bytes are parsed only when the response seems to have ended.
+httptools, which the server also uses, handles the framing (chunks, lengths, keep-alive).
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from runtime.errors import ConfigurationError
 
 
 class ExchangeError(Exception):
-    """No complete response arrived.
+    """Raised if no complete response arrived.
 
     The connection was refused or closed early, or the server does not speak HTTP.
     """
 
 
 class Received(NamedTuple):
-    """Bytes of a body, and the time at which they were read (`time.perf_counter`)."""
+    """Bytes of a body that were read together, and the time of the read (`time.perf_counter`)."""
 
     at_s: float
     data: bytes
@@ -37,7 +36,7 @@ class Received(NamedTuple):
 
 @dataclass(slots=True)
 class Response:
-    """A complete response. `received` is the body in order of arrival."""
+    """A complete response. `received` has the parts of the body in order of arrival."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
@@ -50,7 +49,7 @@ class Response:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, for one exchange at a time."""
+    """One HTTP connection, on which one request at a time is sent."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -83,7 +82,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def untouched(self) -> bool:
-        """Whether no part of a response has arrived."""
+        """Whether nothing of the response has arrived."""
         return self._response.status == 0
 
     def close(self) -> None:
@@ -102,9 +101,8 @@ class Connection(asyncio.Protocol):
             self.close()  # the server sent bytes although no request is open
             return
         self._reads.append((perf_counter(), data))
-        # Parse a chunked body only if it may be complete. It ends with an empty line, and a short read may be the rest
-        # of
-        # this line.
+        # A chunked body is parsed only if it may be complete. It ends with an empty line, of which a short read may be
+        # the rest.
         if not self._in_chunks or data.endswith(b"\r\n\r\n") or len(data) < 4:
             self._parse(self._parser)
 
@@ -180,9 +178,9 @@ class Client:
             self._idle.pop().close()
 
     async def connect(self, count: int) -> None:
-        """Open connections until `count` are idle, so that the first requests need not wait for connections.
+        """Open connections until `count` are idle, so that the first requests do not wait for connections.
 
-        Raises `ExchangeError`.
+        Raises `ExchangeError` if a connection cannot be opened.
         """
         while len(self._idle) < count:
             self._idle.append(await self._connect())
@@ -191,7 +189,10 @@ class Client:
         return await self._exchange(self._head("GET", path, "") + b"\r\n")
 
     async def post(self, path: str, body: bytes) -> Response:
-        """POST JSON. Raises `ExchangeError` if no complete response arrives. A response with any status is returned."""
+        """Send a POST request with a JSON body, and return the response, whatever its status.
+
+        Raises `ExchangeError` if no complete response arrives.
+        """
         extra = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self._exchange(self._head("POST", path, extra) + b"\r\n" + body)
 
@@ -204,7 +205,7 @@ class Client:
             try:
                 return await self._use(connection, request)
             except ExchangeError:
-                # Try again if no part of a response has arrived, because the server may have closed an idle connection.
+                # Try again if nothing of the response has arrived: the server may have closed the idle connection.
                 if not connection.untouched:
                     raise
         return await self._use(await self._connect(), request)

@@ -27,7 +27,7 @@ class Repetition(NamedTuple):
     """Times of one run of the batch."""
 
     prefill_s: float  # seconds until every sequence has its first token
-    decode_s: float  # seconds from then until every output is complete
+    decode_s: float  # seconds from the end of `prefill_s` until every output is complete
     decode_token_s: float  # seconds per token of one sequence while decoding
     prompt_tokens: int  # prompt tokens of the whole batch
     output_tokens: int
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw_batches(options: argparse.Namespace, vocabulary: Vocabulary) -> list[list[Prompt]]:
-    """Return one warm-up batch and one batch per repetition. All prompts differ, so that no prefix is cached."""
+    """Return one warm-up batch, and one batch per repetition. All prompts differ, so that none is in the cache."""
     size = options.batch_size
     shape = SharedPrefixes(
         groups=size * (options.repetitions + 1),

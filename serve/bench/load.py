@@ -1,4 +1,4 @@
-"""Send a workload and show its progress. Run the engine in this process for `offline` and `latency`."""
+"""Send a workload and show its progress, and run an engine in this process for `offline` and `latency`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY_S = 0.1
 
 
 class Progress:
-    """A progress bar that counts up to `total`. A context manager; the last state stays on the screen."""
+    """Context manager with a progress bar that counts to `total`. The bar stays on the screen at the end."""
 
     def __init__(self, total: int, what: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -76,9 +76,9 @@ async def drive(
 ) -> tuple[list[Result], float]:
     """Send all prompts at their arrival times.
 
-    Returns the results in the order of the prompts, and the seconds from the start until the last result. `send(prompt,
-    start_s)` must not raise for errors of the server. While `max_concurrency` prompts are running, further prompts
-    wait. The latency of a prompt counts from the moment when it is sent.
+    Returns (results in the order of the prompts, seconds from the start until the last result). `send(prompt, start_s)`
+    must not raise for errors of the server; `start_s` is the start of the run. While `max_concurrency` prompts run,
+    further prompts wait, and this wait is not part of their latency.
     """
     outcomes: list[Result | None] = [None] * len(prompts)
     slots = anyio.Semaphore(max_concurrency) if max_concurrency else None
@@ -105,9 +105,9 @@ Answer = Mapping[str, Any]  # text, output_ids, meta_info, as in the native API
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]:
-    """Split a command line into the benchmark's options and the engine's options. Both parsers reject invalid options.
+    """Return (the benchmark's options, the engine's options) of a command line. Invalid options are rejected.
 
-    An option that both have (for example --seed) sets only the benchmark's.
+    If both have an option of the same name (for example --seed), it sets only the benchmark's option.
     """
     from runtime.config import Args
 
@@ -116,7 +116,10 @@ def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]
 
 
 def run_with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) -> Result:
-    """Start an engine, await `work` with it, and shut it down. The queue is unlimited unless a limit is set."""
+    """Start an engine, return the result of `work(engine)`, and end the engine.
+
+    The engine's queue has no limit unless an option sets one.
+    """
     from serve import Engine
 
     for limit in ("max_queued_requests", "max_queued_tokens"):
@@ -133,7 +136,7 @@ def run_with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) -> 
 def generate_arguments(prompt: Prompt, *, ignore_eos: bool = True) -> dict[str, Any]:
     """Return keyword arguments of `generate` and `stream` for one prompt, with greedy sampling.
 
-    The output has at most the prompt's output length, or exactly this length if `ignore_eos` is true.
+    The output has exactly the prompt's output length, or at most this length if `ignore_eos` is false.
     """
     if prompt.messages is not None:
         raise ConfigurationError("The engine in this process accepts texts and token ids, not messages.")
@@ -143,7 +146,7 @@ def generate_arguments(prompt: Prompt, *, ignore_eos: bool = True) -> dict[str, 
 
 
 def model_vocabulary(path: str | None) -> Vocabulary | None:
-    """Return the vocabulary of a local checkpoint from its config.json, or None for other models."""
+    """Return the vocabulary of a local checkpoint, from its config.json, or None if `path` is no local checkpoint."""
     config = Path(path or "") / "config.json"
     if path is None or not config.is_file():
         return None

@@ -14,7 +14,7 @@ from runtime.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Observations of one request, with times in seconds. If `error` is set, only the first three fields are valid."""
+    """The measurements of one request, in seconds. If `error` is set, only the first three fields are valid."""
 
     started_s: float  # when the request was sent, counted from the start of the run
     e2e_s: float  # from sending to the last byte
@@ -34,7 +34,7 @@ class Outcome:
 
 
 class Summary(NamedTuple):
-    """Statistics of one distribution."""
+    """Statistics of a set of values: mean, percentiles, minimum and maximum."""
 
     mean: float
     median: float
@@ -95,7 +95,7 @@ class Results:
 
 
 def measure(outcomes: Sequence[Outcome], duration_s: float, objectives: Mapping[str, float] | None = None) -> Results:
-    """Compute the results of a run of `duration_s` seconds. `objectives` are those of `parse_objectives`."""
+    """Return the results of a run of `duration_s` seconds. `objectives`: see `parse_objectives`, used for goodput."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
     output_tokens = sum(outcome.output_tokens for outcome in good)
@@ -124,7 +124,7 @@ def measure(outcomes: Sequence[Outcome], duration_s: float, objectives: Mapping[
 
 
 def peak_concurrency(outcomes: Iterable[Outcome]) -> int:
-    """Return the maximum number of concurrent requests."""
+    """Return the maximum number of requests that ran at the same time."""
     edges = chain.from_iterable(
         ((outcome.started_s, 1), (outcome.started_s + outcome.e2e_s, -1)) for outcome in outcomes
     )
@@ -139,7 +139,10 @@ _OBJECTIVES = ("ttft", "tpot", "e2e")
 
 
 def parse_objectives(pairs: Iterable[str]) -> dict[str, float]:
-    """Convert `["ttft:500", "tpot:50"]` to seconds by metric. Raises `ConfigurationError` for invalid text."""
+    """Convert `["ttft:500", "tpot:50"]` to {"ttft": 0.5, "tpot": 0.05}, in seconds.
+
+    Raises `ConfigurationError` for an unknown metric or an invalid number.
+    """
     objectives: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
@@ -157,7 +160,7 @@ def parse_objectives(pairs: Iterable[str]) -> dict[str, float]:
 
 
 def meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
-    """Whether a request succeeded and met every objective. An output of one token meets any TPOT objective."""
+    """Whether a request succeeded and met every objective. An output of one token has no TPOT and meets any limit."""
     if outcome.error is not None:
         return False
     seen = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2e": outcome.e2e_s}

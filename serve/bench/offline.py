@@ -1,4 +1,4 @@
-"""`offline`: measure the throughput of the engine for a workload whose requests are all submitted at once."""
+"""`offline`: measure the engine's throughput when all requests of a workload are submitted at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 async def throughput(
     engine: Engine, prompts: Sequence[Prompt], *, ignore_eos: bool = True, progress: Progress | None = None
 ) -> tuple[list[Outcome], float]:
-    """Generate from all prompts at once. Returns one outcome per prompt, and the total time in seconds.
+    """Generate from all prompts at once. Returns (one outcome per prompt, total time in seconds).
 
     Raises the engine's errors.
     """

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and the workloads that they describe."""
+"""Command-line options common to several commands, and the workloads that these options describe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve.bench.workload import (
 )
 
 DEFAULT_NUM_PROMPTS = 1000
-# Added to the seed of warm-up prompts, so that they do not put measured prompts into the prefix cache.
+# Added to the seed for warm-up prompts, so that they differ from the measured prompts and do not cache their prefixes.
 WARMUP_SEED = 10_007
 
 
@@ -74,7 +74,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_vocabulary(options: argparse.Namespace) -> Vocabulary | None:
-    """Return the vocabulary that the options describe, or None."""
+    """Return the vocabulary that --tokenizer or --vocab-size sets, or None."""
     if options.tokenizer is not None:
         return Vocabulary.of_tokenizer(options.tokenizer)
     return Vocabulary.of_size(options.vocab_size) if options.vocab_size else None
@@ -112,9 +112,9 @@ def build_warmup(
     *,
     as_text: bool,
 ) -> Sequence[Prompt]:
-    """Return warm-up prompts of the same kind, which are not measured.
+    """Return `number` warm-up prompts of the same dataset, which are not measured.
 
-    They are drawn with another seed. With the file dataset, they are the first prompts of the file.
+    They are drawn with another seed, or are the first prompts of the file if the dataset is a file.
     """
     if number < 1:
         return []

@@ -1,4 +1,4 @@
-"""The request bodies of each kind of server, and the times, token counts and errors in its stream events."""
+"""How each kind of server is measured: its request bodies, and the times and token counts of its stream events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RequestDefaults:
 
     model: str | None
     ignore_eos: bool = True
-    # fields to add to each body; they replace fields of the same name
+    # further fields of each body, which replace fields of the same name
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,7 +50,7 @@ class Backend:
     def request_body(self, prompt: Prompt, defaults: RequestDefaults) -> dict[str, Any]:
         """Return the JSON body for `prompt`.
 
-        Raises `ConfigurationError` if this kind of server cannot accept it.
+        Raises `ConfigurationError` if this kind of server does not accept token ids or messages as prompts.
         """
         if prompt.ids is not None and not self.takes_ids:
             raise ConfigurationError(f"{self.path} does not accept token ids; use another --backend.")
@@ -165,7 +165,7 @@ DONE = b"[DONE]"
 
 
 class StreamError(Exception):
-    """The response is not a valid stream of events."""
+    """Raised if the response is not a valid stream of events, or reports an error."""
 
 
 class Stamped(NamedTuple):
@@ -176,9 +176,10 @@ class Stamped(NamedTuple):
 
 
 def split_events(received: Iterable[Received]) -> list[Stamped]:
-    """Split a body into server-sent events, independently of network packets. Fields other than `data` are skipped.
+    """Split a body into server-sent events, whose borders need not match the parts received.
 
-    If the stream ends within an event, the event is dropped, as the specification of the format requires.
+    Fields other than `data` are skipped. An incomplete event at the end is dropped, as the format's specification
+    requires.
     """
     events: list[Stamped] = []
     data: list[bytes] = []
@@ -198,8 +199,8 @@ def split_events(received: Iterable[Received]) -> list[Stamped]:
 class Timeline:
     """Token times of one request, from its events in order.
 
-    The gap before an event with k tokens counts as k inter-token latencies of gap / k each. k is the increase of the
-    token total that the server reports. If an event has no total, k is 1.
+    If an event has k new tokens, the time since the previous event counts as k inter-token latencies, each a k-th of
+    that time. k is the increase of the token count that the server reports, or 1 if an event reports no count.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -209,7 +210,7 @@ class Timeline:
         self.gaps_s: list[float] = []
         self.text = ""
         self.seen_tokens = 0  # number of tokens added so far
-        self.output_tokens: int | None = None  # latest total that the server reported, or None
+        self.output_tokens: int | None = None  # latest count of output tokens that the server reported, or None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.finished = False
@@ -248,10 +249,10 @@ def observe(
     start_s: float,
     count: Callable[[str], int] | None = None,
 ) -> Outcome:
-    """Return the outcome of one request. A server error becomes the outcome's `error` and is not raised.
+    """Return the outcome of one request. If the server answered with an error, it is in the outcome's `error`.
 
     `sent_s` and `start_s` (the start of the run) are `time.perf_counter` values. The number of output tokens is the
-    server's count. If the server reports none, it is `count(text)`, or the number of events if `count` is None.
+    count that the server reports, otherwise `count(text)`, or the number of events if `count` is None.
     """
     timeline = Timeline(backend)
     try:

@@ -1,4 +1,4 @@
-"""Results as a table and as JSON, with the hardware and the versions of the run."""
+"""Reports of a run: a table, and a JSON file with the results, the hardware and the versions."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def table(
     *,
     heads: Sequence[str] = HEADS,
 ) -> str:
-    """Return the text of a table.
+    """Return a table as text.
 
-    It has one line per name and value, followed by one line per distribution with the statistics named in `heads`.
+    It has one line for each (name, value) in `rows`, and then one line for each distribution, with the statistics named
+    in `heads`.
     """
     width = max([len(name) for name, _ in rows] + [len(name) for name in distributions or {}] + [24]) + 2
     lines = [f"== {title} ".ljust(width + 66, "=")]
@@ -82,7 +83,7 @@ def document(
     *,
     program: str = PROGRAM,
 ) -> dict[str, Any]:
-    """Return the content of the result file, which is enough to repeat the run and to compare it with other runs."""
+    """Return the content of the result file: the results, and all data needed to repeat the run."""
     machine = Machine.probe()
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -98,7 +99,7 @@ def document(
 
 
 def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without secrets (keys and headers), also among the engine's options."""
+    """Return the settings without secrets (keys and headers), at any depth."""
     return {
         name: _public(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
@@ -126,13 +127,13 @@ def write(path: str, content: Mapping[str, Any]) -> None:
 
 
 def say(text: str) -> None:
-    """Write to stdout, because the report is the command's output."""
+    """Write a line to stdout."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def plain(value: Any) -> Any:
-    """Convert nested named tuples and dataclasses to dicts by field name."""
+    """Convert named tuples and dataclasses, at any depth, to dicts by field name."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {name: plain(getattr(value, name)) for name in value._fields}  # pyright: ignore
     if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""`serving`: measure latency and throughput of a server over HTTP, as its clients see them."""
+"""`serving`: measure the latency and throughput of a server over HTTP."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class ServingRun:
-    """One run: its workload, which is built before the clock starts, and the code that sends each prompt."""
+    """One run: builds the workload, sends its prompts, and measures the answers."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -103,11 +103,11 @@ class ServingRun:
             ignore_eos=not options.disable_ignore_eos,
             extra=_json_object("--extra-request-body", options.extra_request_body),
         )
-        for prompt in self.prompts:  # finds invalid prompts before anything is sent
+        for prompt in self.prompts:  # raises for invalid prompts before the first request is sent
             self.backend.request_body(prompt, self.defaults)
 
     async def measure(self) -> tuple[list[Outcome], float, float]:
-        """Return the outcomes, the duration in seconds, and the fraction of a core that this client used."""
+        """Send all prompts. Returns (outcomes, duration in seconds, fraction of a core that this client used)."""
         async with Client(self.options.base_url, self.headers) as client:
             await self._prepare(client)
 
@@ -156,9 +156,10 @@ class ServingRun:
 
 
 def _sends_text(send: str, takes_ids: bool, vocabulary: Vocabulary | None) -> bool:
-    """Whether generated prompts are sent as text.
+    """Whether generated prompts are sent as text instead of token ids.
 
-    Token ids are preferred if the server accepts them, because the server then tokenizes nothing.
+    By default, token ids are sent if the server accepts them, so that the server does not tokenize. Raises
+    `ConfigurationError` if --send cannot be satisfied.
     """
     if send == "ids" and not takes_ids:
         raise ConfigurationError("--backend openai-chat accepts messages, not token ids: use --send text.")
@@ -177,7 +178,7 @@ def served_vocabulary(base_url: str, headers: Mapping[str, str]) -> Vocabulary |
     try:
         with urlopen(request, timeout=ASK_TIMEOUT_S) as response:
             info = orjson.loads(response.read(MAX_INFO_BYTES))
-    except (OSError, ValueError, HTTPException):  # another kind of server, or none, which the first request tells
+    except (OSError, ValueError, HTTPException):  # another kind of server, or no server: then the first request fails
         return None
     found = info.get("tokenizer_path") if isinstance(info, dict) else None
     if not isinstance(found, str) or not found:

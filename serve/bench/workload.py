@@ -1,4 +1,4 @@
-"""Workloads: prompts with their lengths, and arrival times. The same seed gives the same workload."""
+"""Workloads: prompts with their output lengths, and arrival times. Equal seeds give equal workloads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_FITS = 12  # maximum number of attempts to find a text with the right number
 
 
 class Vocabulary:
-    """The ordinary (not special) token ids of a model. With a tokenizer, it also converts between ids and text."""
+    """The ordinary (not special) token ids of a model. With a tokenizer, also converts between ids and text."""
 
     def __init__(self, ids: Sequence[int], tokenizer: Tokenizer | None = None) -> None:
         if not len(ids):
@@ -51,7 +51,7 @@ class Vocabulary:
         return self._tokenizer is not None
 
     def run(self, start: int, length: int) -> list[int]:
-        """Return `length` consecutive ordinary ids from index `start` on, wrapping around at the end."""
+        """Return `length` consecutive ordinary ids, beginning at index `start`. Index 0 follows the last index."""
         return self.ids[(start + np.arange(length)) % len(self.ids)].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,10 +64,10 @@ class Vocabulary:
         return len(self.encode(text))
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return a text that begins like the text of `ids` and has the same, or nearly the same, number of tokens.
+        """Return a text with as many, or nearly as many, tokens as `ids`. It begins like the text of `ids`.
 
-        Decoding ids and encoding the text rarely gives the same ids. Therefore the text is cut, or the first ids are
-        appended again, until the number matches.
+        If ids are decoded and the text is encoded again, the number of tokens often differs. Therefore the text is cut,
+        or text of the first ids is appended, until the number is right, at most `MAX_FITS` times.
         """
         num_tokens = len(ids)
         if not num_tokens:
@@ -137,9 +137,9 @@ def random_prompts(
 ) -> list[Prompt]:
     """Return the prompts of the `random-ids` workload of SGLang's serving benchmark.
 
-    Input lengths, output lengths and offsets are drawn in this order from the same generator as in SGLang, so that a
-    seed gives the same lengths. (An output length of 0, possible with a ratio of 0, becomes 1.) Prompt i consists of
-    the ids offset + i, offset + i + 1, ..., wrapping around the vocabulary.
+    Input lengths, output lengths and offsets are drawn in this order from the same generator as in SGLang, so that
+    equal seeds give equal lengths. (An output length of 0, possible with a ratio of 0, becomes 1.) Prompt i consists of
+    the ids offset + i, offset + i + 1, ..., modulo the size of the vocabulary.
     """
     random = np.random.RandomState(seed)
 
@@ -157,7 +157,7 @@ def random_prompts(
 
 
 def shared_prefix_prompts(shape: SharedPrefixes, seed: int, vocabulary: Vocabulary, *, as_text: bool) -> list[Prompt]:
-    """Return the prompts of all groups, shuffled, so that the prompts of a group are rarely adjacent."""
+    """Return the prompts of all groups, in random order."""
     random = np.random.RandomState(seed)
 
     def draw(length: int) -> list[int]:
@@ -176,7 +176,7 @@ def _prompt(parts: Sequence[list[int]], output: int, vocabulary: Vocabulary, as_
     if not as_text:
         ids = tuple(id for part in parts for id in part)
         return Prompt(ids=ids, prompt_tokens=len(ids), output_tokens=output)
-    # Convert each part separately, so that parts with equal ids have equal texts.
+    # Each part is converted separately, so that a shared system prompt has the same text in all prompts.
     text = "".join(vocabulary.text_of(part) for part in parts)
     return Prompt(text=text, prompt_tokens=vocabulary.count(text), output_tokens=output)
 
@@ -186,8 +186,8 @@ def file_prompts(
 ) -> list[Prompt]:
     """Return the prompts of a JSONL file.
 
-    Each line has `prompt` (text or token ids) or `messages`, and may have `output_len`. `output_tokens` is the default
-    for lines without it. Raises `ConfigurationError` with the number of an invalid line.
+    Each line has `prompt` (text or token ids) or `messages`, and may have `output_len`. `output_tokens` is the output
+    length of lines without `output_len`. Raises `ConfigurationError` with the number of an invalid line.
     """
     file = Path(path)
     if not file.is_file():
@@ -222,8 +222,8 @@ def _read_line(line_name: str, line: str, vocabulary: Vocabulary | None, output_
 def arrival_times(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Return the times at which `num` requests are sent, in seconds after the start. All are 0 for an infinite `rate`.
 
-    Gaps follow a gamma distribution with mean 1 / rate and shape `burstiness`: 1 gives a Poisson process, smaller
-    values are burstier, larger values more regular. The first request is sent at 0.
+    The gaps follow a gamma distribution with mean 1 / rate and shape `burstiness`: 1 gives a Poisson process, smaller
+    values give burstier arrivals, larger values more regular ones. The first request is sent at 0.
     """
     if not rate > 0 or not burstiness > 0:
         raise ConfigurationError("The request rate and the burstiness must be above 0.")

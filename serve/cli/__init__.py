@@ -1,1 +1,1 @@
-"""The command line: one module for each command, and the texts of `--help`."""
+"""The command line: one module per command or group of commands, and the texts of `--help`."""

@@ -1,4 +1,4 @@
-"""`penstock batch IN OUT`: answer a file of requests without a server, through the application's own routes."""
+"""`penstock batch IN OUT`: answer a file of requests without a server, with the routes of the web application."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from serve.calls.batch import FILE_BYTES, URLS, BatchCounts, answer_lines, max_l
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `penstock batch` with the words after `batch`. Return 0 if every line was answered, else 1.
+    """Run `penstock batch`, and return 0 if every line was answered, else 1. `words` are the arguments after `batch`.
 
-    Raises `ConfigurationError` for files that cannot be opened, and the engine's errors.
+    Raises `ConfigurationError` if a file cannot be opened, and the engine's errors.
     """
     parser = argparse.ArgumentParser(
         prog="penstock batch",
@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> int:
 
 def _opened(name: str, mode: str, stack: ExitStack) -> BinaryIO:
     if name == "-":
-        # Not sys.stdin: at exit, a thread may still be reading and would hold the lock of sys.stdin.
+        # A new file object, because a thread may still be reading at exit, and would hold the lock of sys.stdin.
         return sys.stdout.buffer if mode == "xb" else open(0, "rb", closefd=False)
     try:
         return stack.enter_context(Path(name).open(mode))  # pyright: ignore[reportReturnType]

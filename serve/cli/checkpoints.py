@@ -1,4 +1,4 @@
-"""`penstock quantize` and `penstock shard`: write a checkpoint with quantised weights, or with files per rank."""
+"""`penstock quantize` and `penstock shard`: write a checkpoint with quantised weights, or with one file per rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ METHODS = {
 
 
 def quantize(words: Sequence[str]) -> int:
-    """Run `penstock quantize` with the words after `quantize`, and return the exit status.
+    """Run `penstock quantize`, and return the exit status. `words` are the arguments after `quantize`.
 
-    Raises `CheckpointError` for an unsuitable checkpoint.
+    Raises `CheckpointError` if the checkpoint cannot be quantised.
     """
     parser = argparse.ArgumentParser(
         prog="penstock quantize",
@@ -35,9 +35,9 @@ def quantize(words: Sequence[str]) -> int:
 
 
 def shard(words: Sequence[str]) -> int:
-    """Run `penstock shard` with the words after `shard`, and return the exit status.
+    """Run `penstock shard`, and return the exit status. `words` are the arguments after `shard`.
 
-    Raises `CheckpointError` for an unsuitable checkpoint.
+    Raises `CheckpointError` if the checkpoint cannot be sharded.
     """
     parser = argparse.ArgumentParser(
         prog="penstock shard",

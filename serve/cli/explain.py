@@ -1,4 +1,4 @@
-"""`penstock explain [options]`: every option that was set or derived, its resolved value, and the reason."""
+"""`penstock explain [options]`: show each option that was set or derived, its resolved value, and the reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Row:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table (or JSON) for a command line. Return the exit status: 2 if any option is refused, else 0."""
+    """Print the options of a command line as a table or JSON. Return 2 if an option is refused, else 0."""
     parser = argparse.ArgumentParser(prog="penstock explain", allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="also show options at their defaults")
@@ -50,7 +50,10 @@ def main(words: Sequence[str]) -> int:
 def explain(
     args: Args, machine: Machine, *, demo_path: str | None = None, everything: bool = False
 ) -> tuple[list[Row], list[str]]:
-    """Return the rows for these arguments, and the messages of all refusals. Reads the model's configuration."""
+    """Return (one row per option, messages of refused options). Reads the model's configuration from disk.
+
+    `everything`: also include options at their defaults.
+    """
     path = args.model.model_path or demo_path
     facts, unreadable = _facts(args, path) if path else (None, [])
     plan, builder = decide(args, machine, facts or ANY_MODEL, demo_path=demo_path)
@@ -81,7 +84,7 @@ def as_json(rows: Sequence[Row], refusals: Sequence[str]) -> str:
 
 
 def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
-    """Return the model's facts, or None and the messages that say why they cannot be read."""
+    """Return (facts, []) of the model, or (None, the reasons) if its configuration cannot be read."""
     from runtime.loading.checkpoint import locate, stored_as  # slow to import
     from runtime.loading.facts import read_facts
 
@@ -130,9 +133,9 @@ def _rows(args: Args, plan: Plan, refusals: Mapping[str, str], everything: bool,
 
 
 def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> tuple[str, str]:
-    """Return the resolved value as text, and its reason.
+    """Return the resolved value of an option as text, and its reason.
 
-    If the option does not accept the resolved value, the text begins with the name of the plan's field.
+    If the resolved value cannot be written as a value of the option, the text begins with the name of the plan's field.
     """
     section, _, field = option.spec.plan.partition(".")
     if not field:

@@ -1,4 +1,4 @@
-"""The command line: serve a model, explain options, answer a batch, watch a server, or measure."""
+"""Run a command line: find the command, call its module, and report invalid options and failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.cli.usage import help_text
 GC_THRESHOLDS = 20_000, 20, 50
 REFUSED = 2  # exit status of an invalid command line
 FAILED = 1  # exit status of an engine that could not start
-COMMANDS: Mapping[str, str] = {  # all commands except serve, as module:function, imported on use
+COMMANDS: Mapping[str, str] = {  # all commands except serve -> module:function, imported when the command runs
     "explain": "serve.cli.explain:main",
     "bench": "serve.bench.__main__:main",
     "batch": "serve.cli.batch:main",
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, str] = {  # all commands except serve, as module:function
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command line (without the program's name), and return the exit status."""
+    """Run a command line, and return the exit status. `words` are the arguments after the program's name."""
     try:
         return _execute(words)
     except ConfigurationError as error:
@@ -62,7 +62,7 @@ def _help(words: Sequence[str]) -> int:
 
 
 def failed(error: EngineFailure) -> str:
-    """Return the message for an engine that could not start, with the first line of the error's cause."""
+    """Return the message for an engine that could not start, with the first line of the cause's message."""
     cause = error.__cause__
     if cause is None:
         return f"penstock: {error.message}\n"
@@ -71,7 +71,7 @@ def failed(error: EngineFailure) -> str:
 
 
 def refused(error: ConfigurationError) -> str:
-    """Return the message for invalid options, as a list."""
+    """Return the message for invalid options: a list with one line per problem."""
     lines = [f"  - {sentence}" for refusal in error.refusals for sentence in refusal.splitlines()]
     return "\n".join(["penstock: error:", *lines, "penstock --help lists the options.", ""])
 

@@ -1,4 +1,4 @@
-"""`penstock models`: every supported architecture, its implementation and its features."""
+"""`penstock models`: list the supported architectures, their implementations and their features."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT, VECTORS, SCORES = "text, vectors", "vectors", "scores"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The features of one architecture that are known without a checkpoint."""
+    """The implementation and the features of one architecture."""
 
     architecture: str
     computed_by: str  # a file of runtime.models, or "transformers"
@@ -35,7 +35,10 @@ class Row:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the features of the named architectures, or of all. Return 1 if a name is unknown or refused, else 0."""
+    """Print the features of the named architectures, or of all.
+
+    Return 1 if a name is unknown, or if all named architectures are refused, else 0.
+    """
     parser = argparse.ArgumentParser(
         prog="penstock models", description="List the supported architectures and their features."
     )
@@ -68,9 +71,9 @@ def rows() -> list[Row]:
 
 
 def rows_of(name: str) -> list[Row]:
-    """Return the rows of an architecture, of all architectures whose names contain this text, or of a model.
+    """Return the rows that match `name`: an architecture, a part of architectures' names, or a model's path.
 
-    The list is empty if nothing matches. Raises `ConfigurationError` for a model that cannot be read.
+    The list is empty if nothing matches. Raises `ConfigurationError` if the model cannot be read.
     """
     if "/" in name or Path(name).is_dir():
         return [each for architecture in _architectures(name) if (each := row(architecture)) is not None]
@@ -104,7 +107,10 @@ def _architectures(model: str) -> list[str]:
 
 
 def row(name: str) -> Row | None:
-    """Return the row of one architecture, or None if it has no implementation. May import transformers."""
+    """Return the row of one architecture, or None if it is refused or has no implementation.
+
+    Imports transformers if Penstock itself does not implement the architecture.
+    """
     if name in REFUSED:
         return None
     entry = find(name)

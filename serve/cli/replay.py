@@ -1,4 +1,4 @@
-"""`penstock replay FILE`: repeat a recorded schedule, with the recorded tokens or with the model."""
+"""`penstock replay FILE`: repeat a recorded schedule, with the recorded tokens or with the model's tokens."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from serve.demo import demo_path
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `penstock replay` with the words after `replay`.
+    """Run `penstock replay`. `words` are the arguments after `replay`.
 
-    Return 0 if every decision and token is equal, and 1 at the first difference. Raises `ConfigurationError` if the
-    file is not a record, or if the model cannot repeat it.
+    Return 0 if every decision and token equals the record, or 1 at the first difference or if the scheduler fails as in
+    the record. Raises `ConfigurationError` if the file is not a record, or if the model cannot repeat it.
     """
     parser = argparse.ArgumentParser(
         prog="penstock replay",
@@ -98,7 +98,7 @@ async def _with_model(player: Player, args: Args) -> None:
 
 
 def _check_sizes(player: Player, num_pages: int, max_running: int, vocab_size: int) -> None:
-    """Raise `ConfigurationError` if the record needs other sizes than the model's pools have."""
+    """Raise `ConfigurationError` if the engine has too few pages or rows for the record, or another vocabulary."""
     needed = player.cache.num_pages, player.header["scheduler"]["max_running"], player.header["vocab_size"]
     if num_pages < needed[0] or max_running < needed[1] or vocab_size != needed[2]:
         raise ConfigurationError(

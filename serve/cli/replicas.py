@@ -20,7 +20,10 @@ REPLICA_OPTIONS = ("replicas", "target_ongoing_requests", "num_cpus", "num_gpus"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `penstock ray` with the words after `ray` until a signal, and return 0. Raises `ConfigurationError`."""
+    """Run `penstock ray` until a signal, and return 0. `words` are the arguments after `ray`.
+
+    Raises `ConfigurationError` for invalid options, or if Ray Serve is not installed.
+    """
     parser = argparse.ArgumentParser(
         prog="penstock ray",
         description="Serve a model with several replicas on a Ray cluster, behind one address. Connects to the cluster "
@@ -88,7 +91,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _models(path: str) -> Any:
-    """Return the content of a file with the options of several models. Raises `ConfigurationError`."""
+    """Return the content of a YAML file with the options of several models.
+
+    Raises `ConfigurationError` if the file cannot be read.
+    """
     import yaml
 
     try:

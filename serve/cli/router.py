@@ -31,22 +31,22 @@ from serve.server.forwarded_errors import STREAMS, error_end, error_response
 
 KIND = "RouterError"
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit on the bodies of all requests in progress
-SMALL_BYTES = 2**20  # bodies up to this size are accepted even if large ones fill the limit
+SMALL_BYTES = 2**20  # bodies up to this size are accepted even if large bodies fill the limit
 BODY_S = 60.0  # time limit for a client to send its body, in seconds
-ANSWER_S = 3600.0  # longest wait for the head of an answer, and for each further part, in seconds
-# Paths of requests with prompts. All other requests go only to a decode server.
+ANSWER_S = 3600.0  # longest wait, in seconds, for the headers of an answer and for each further part
+# Paths whose requests have prompts. Requests for other paths go only to a decode server.
 GENERATING = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/responses", "/api/chat")
 )
 HOP_HEADERS = frozenset(("host", "content-length", "connection", "transfer-encoding", "keep-alive", PREFILLED))
-# A proxy header. With it, servers on the router's machine do not treat its requests as local. Local requests may call
-# admin routes without a key.
+# A proxy header, because of which servers on the router's machine do not treat its requests as local. Local requests
+# may call admin routes without a key.
 VIA = ("via", "1.1 penstock-router")
 METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `penstock router` with the words after `router`. Serves until a signal, and returns 0."""
+    """Run `penstock router` until a signal, and return 0. `words` are the arguments after `router`."""
     parser = argparse.ArgumentParser(prog="penstock router", description=__doc__)
     parser.add_argument("--prefill", nargs="+", required=True, metavar="URL", help="prefill servers")
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="decode servers")
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
 
 
 class Pool:
-    """Servers of one role. The next request goes to the server with the fewest requests in progress."""
+    """The servers of one role (prefill or decode). Chooses the server with the fewest requests in progress."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._loads = {url.rstrip("/"): 0 for url in urls}
@@ -75,7 +75,7 @@ class Pool:
 
     @asynccontextmanager
     async def server(self) -> AsyncIterator[str]:
-        """Choose a server, and count a request for it while the context lasts."""
+        """Yield the URL of a server, and count a request for it until the context ends."""
         turn = next(self._turns)
         urls = list(self._loads)
         url = min(urls[turn % len(urls) :] + urls[: turn % len(urls)], key=self._loads.__getitem__)
@@ -87,24 +87,24 @@ class Pool:
 
 
 class _Bodies:
-    """The number of bytes in the bodies of all requests in progress."""
+    """Counts the bytes in the bodies of all requests in progress."""
 
     num_bytes = 0
 
 
 class _TooManyBytes(Exception):
-    """The bodies of all requests in progress are too large together."""
+    """Raised if the bodies of all requests in progress are too large together."""
 
 
 class _Held:
-    """The bytes of one request's body. They count until all uses of the body have ended."""
+    """Counts the bytes of one request's body, in `_Bodies` too, until all uses of the body have ended."""
 
     def __init__(self, bodies: _Bodies) -> None:
         self._num_bytes = self._num_uses = 0
         self._bodies = bodies
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes. Raises `_TooManyBytes` if this body is large and all requests together hold too many."""
+        """Count further bytes. Raises `_TooManyBytes` if this body is large and all bodies together are too large."""
         is_full = self._bodies.num_bytes + num_bytes > MAX_BODIES_BYTES
         if is_full and self._num_bytes + num_bytes > SMALL_BYTES:
             raise _TooManyBytes
@@ -113,7 +113,7 @@ class _Held:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use the body while the context lasts. The end of the last use frees its bytes."""
+        """Mark the body as used until the context ends. After the last use, its bytes no longer count."""
         self._num_uses += 1
         try:
             yield
@@ -124,7 +124,7 @@ class _Held:
 
 
 class Router:
-    """Forwards each request to a decode server, and its prompt also to a prefill server."""
+    """Forwards each request to a decode server, and requests with prompts also to a prefill server."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], client: httpx.AsyncClient) -> None:
         self._prefill, self._decode, self._client = Pool(prefill), Pool(decode), client
@@ -157,7 +157,7 @@ class Router:
         headers.append(VIA)
         if request.method == "POST" and request.url.path in GENERATING:
             use = ExitStack()
-            use.enter_context(held.used())  # counted now, because the task may start after the answer
+            use.enter_context(held.used())  # counted now, because the task may start only after the answer has ended
             task = asyncio.create_task(self._prefill_prompt(path, [*headers], body))
             self._prefilling.add(task)
             task.add_done_callback(self._prefilling.discard)
@@ -176,7 +176,10 @@ class Router:
     async def _forward(
         self, request: Request, path: str, headers: Sequence[tuple[str, str]], body: bytes, stack: AsyncExitStack
     ) -> Response:
-        """Send a request to a decode server. If the client leaves before the answer begins, cancel the request."""
+        """Send a request to a decode server, and return the answer as a stream.
+
+        If the client disconnects before the answer begins, cancel the request.
+        """
         url = await stack.enter_async_context(self._decode.server())
         try:
             sent = self._client.build_request(request.method, url + path, headers=list(headers), content=body)
@@ -198,7 +201,7 @@ class Router:
 
 
 class _Forwarded(StreamingResponse):
-    """The answer of a server. Closes `stack` when the answer has been sent or the client has left."""
+    """Streams the answer of a server. Closes `stack` when the answer is sent or the client has disconnected."""
 
     def __init__(self, answer: httpx.Response, path: str, url: str, stack: AsyncExitStack) -> None:
         super().__init__(_parts(answer, path, url), status_code=answer.status_code)
@@ -212,7 +215,7 @@ class _Forwarded(StreamingResponse):
 def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float = ANSWER_S) -> Starlette:
     """Return the application that routes to these servers.
 
-    `answer_s` is the longest wait, in seconds, for the head of an answer and for each further part.
+    `answer_s` is the longest wait, in seconds, for the headers of an answer and for each further part.
     """
 
     @asynccontextmanager
@@ -235,16 +238,17 @@ def _failure(request: Request, status: int, message: str, headers: dict[str, str
 
 
 async def _parts(answer: httpx.Response, path: str, url: str) -> AsyncIterator[bytes]:
-    """Yield the parts of the answer. If the decode server fails during a stream, end it with an error of its API.
+    """Yield the parts of the answer.
 
-    If it fails during any other answer or a compressed stream, raise the connection's error.
+    If the decode server fails during a stream, the last part is an error in the format of the request's API. If it
+    fails during another answer or a compressed stream, the connection's error is raised.
     """
     headers = answer.headers
     if not headers.get("content-type", "").startswith(STREAMS) or "content-encoding" in headers:
         async for part in answer.aiter_raw():
             yield part
         return
-    line: list[bytes] = []  # the parts of an incomplete line, which must not precede the error
+    line: list[bytes] = []  # the parts of an incomplete line, which is left out if an error follows
     last = b""  # the last complete lines
     try:
         async for part in answer.aiter_raw():
@@ -262,7 +266,7 @@ async def _parts(answer: httpx.Response, path: str, url: str) -> AsyncIterator[b
 
 
 async def _unless_left(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:
-    """Return the answer, or None if the client leaves first.
+    """Return the answer, or None if the client disconnects first.
 
     The request's body has been read, so the next message from the client can only be its disconnect.
     """

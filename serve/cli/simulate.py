@@ -1,4 +1,4 @@
-"""`penstock simulate`: run the scheduler on a trace over a virtual clock, to compare policies and machines."""
+"""`penstock simulate`: run the scheduler on a trace with a virtual clock, to compare policies and machines."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from runtime.simulation.traces import Arrival, Measured, read_record, read_trace
 from serve.demo import demo_path
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
-GPU_SHARE = 0.9  # fraction of a GPU's memory for weights and KV cache
+GPU_SHARE = 0.9  # fraction of a GPU's memory that weights and KV cache may use
 
 
 class Target(NamedTuple):
-    """A machine with its step times, and a scheduler with its sizes."""
+    """What is simulated: the scheduler's plan, the step times of a machine, and the sizes of cache and model."""
 
     plan: SchedulerPlan
     costs: StepCosts
@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `penstock simulate` with the words after `simulate`, and return 0.
+    """Run `penstock simulate`, and return 0. `words` are the arguments after `simulate`.
 
     Raises `ConfigurationError` for invalid options and files.
     """
@@ -105,7 +105,7 @@ Recorded = tuple[Any, list[Arrival], Measured]
 
 
 def _record(text: str) -> Recorded | None:
-    """Return the record that the trace names, or None if the trace is not a record."""
+    """Return the schedule record at the path `text`, or None if `text` is not the path of a record."""
     path = Path(text)
     if not path.is_file() or not _is_record(path):
         return None
@@ -142,7 +142,7 @@ def _target(machine: str | None, options: Sequence[str], recorded: Recorded | No
 
 
 def _gpu(name: str, options: Sequence[str]) -> Target:
-    """Return a GPU with the model and options of the server, and step times from the GPU's data sheet."""
+    """Return the target for a GPU: server options `options`, and step times from the GPU's data sheet."""
     from runtime.actors.assemble import prepare
 
     plan, facts = prepare(Args.parse(options), Machine.named(name), demo_path=demo_path())
@@ -175,7 +175,7 @@ def _arrivals(flags: argparse.Namespace, recorded: Recorded | None) -> Iterable[
 
 
 def _with(plan: SchedulerPlan, policy: str) -> SchedulerPlan:
-    """Return the plan with another policy and changed fields, from text such as "lpm,max_running=64"."""
+    """Return the plan with the policy and fields in a text such as "lpm,max_running=64"."""
     name, *changes = policy.split(",")
     if name not in POLICIES:
         raise ConfigurationError(f"--policy {name} is unknown; use {', '.join(POLICIES)}.")
@@ -193,7 +193,7 @@ def _with(plan: SchedulerPlan, policy: str) -> SchedulerPlan:
 
 
 def _recorded_values(measured: Measured, arrivals: list[Arrival], simulated: Outcome) -> dict[str, Any]:
-    """Return the measured times of the record, and the relative errors of the first policy's simulated times."""
+    """Return the record's measured times, and the relative errors of the simulated mean times."""
     arrived = {each.sequences[0].request.id: each.time_s for each in arrivals}
     first = np.array([measured.first_s[each] - arrived[each] for each in measured.first_s])
     several = [each for each, count in measured.num_output.items() if count > 1]

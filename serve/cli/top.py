@@ -1,4 +1,4 @@
-"""`penstock top`: show a running server's activity in the terminal, from its /metrics."""
+"""`penstock top`: show the activity of a running server in the terminal, from its /metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 10.0
 class Scrape(NamedTuple):
     """The samples of one scrape, summed over all replicas.
 
-    `totals` has sums by name. `by_label` has sums by name and by the value of one label.
+    `totals` has sums by sample name. `by_label` has sums by sample name and the value of one label.
     """
 
     at_s: float
@@ -32,7 +32,7 @@ class Scrape(NamedTuple):
     by_label: Mapping[tuple[str, str], float]
 
 
-TOKENS = "sglang:realtime_tokens_total"  # counted in each step; the totals of requests grow when requests end
+TOKENS = "sglang:realtime_tokens_total"  # grows in each step; other token counters grow only when requests end
 LABELS = {"penstock:pages": "owner", TOKENS: "mode"}  # sample -> the label whose values are summed separately
 HISTOGRAMS = {
     "first token": "sglang:time_to_first_token_seconds",
@@ -71,9 +71,9 @@ def rate(name: str | tuple[str, str], before: Scrape, now: Scrape) -> float:
 
 
 def quantile(name: str, share: float, before: Scrape, now: Scrape) -> float | None:
-    """Return a quantile (0 to 1) of a histogram's samples between two scrapes.
+    """Return the quantile `share` (0 to 1) of the values that a histogram observed between two scrapes.
 
-    The result is the upper bound of the bucket that contains the quantile, or None if the histogram has no new samples.
+    The result is the upper bound of the bucket that contains the quantile, or None if there are no new values.
     """
     bucket = f"{name}_bucket"
     grown = sorted(
@@ -87,7 +87,7 @@ def quantile(name: str, share: float, before: Scrape, now: Scrape) -> float | No
 
 
 def screen(url: str, before: Scrape, now: Scrape) -> RenderableType:
-    """Render one frame."""
+    """Return the table to show: the state at `now`, and rates since `before`."""
     from rich.table import Table
     from rich.text import Text
 
@@ -144,9 +144,9 @@ def _seconds(value: float | None) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run `penstock top` with the words after `top`, until Ctrl-C.
+    """Run `penstock top` until Ctrl-C. `words` are the arguments after `top`.
 
-    Raises `ConfigurationError` if the server has no metrics.
+    Raises `ConfigurationError` if the server cannot be reached or has no metrics.
     """
     parser = argparse.ArgumentParser(
         prog="penstock top",

@@ -29,7 +29,7 @@ usage: penstock [serve MODEL] [options]  serve a model over HTTP (also: python -
 
 Options may be abbreviated if they stay unique. Without a model, a small demo model is served.
 """
-# The options of the short help, which most servers set.
+# The options of the short help: those that are set most often.
 _MAIN = (
     "model_path", "host", "port", "api_key", "served_model_name", "context_length", "dtype", "quantization", "device",
     "tp_size", "mem_fraction_static", "max_running_requests", "chat_template", "tool_call_parser", "reasoning_parser",
@@ -43,7 +43,7 @@ docs/arguments.md has the same list as a table.
 
 
 def help_text(topic: str = "") -> str:
-    """Return the text of `--help`: the main options, "all" options, or the options that match a word."""
+    """Return the text of `--help TOPIC`: the main options (""), all options ("all"), or the options with a word."""
     if topic == "all":
         return f"{_COMMANDS}\n{_full(options())}"
     if topic:
@@ -54,7 +54,10 @@ def help_text(topic: str = "") -> str:
 
 
 def _about(topic: str) -> str:
-    """Return the help of the options with this word in a flag, or else in the group's title or the help text."""
+    """Return the help of all options with this word in a flag.
+
+    If there is none, use the options with this word in the help text or the group's title.
+    """
     word = topic.strip("-").replace("_", "-").lower()
     found = [option for option in options() if any(word in flag for flag in spellings(option))]
     if not found:
@@ -107,7 +110,7 @@ def spellings(option: Option) -> list[str]:
 
 
 def values_of(option: Option, *, built_only: bool = False) -> str:
-    """Return the text after the flag, for example "", "N" or "{a,b}"."""
+    """Return the placeholder for an option's value in the help, for example "", "N" or "{a,b}"."""
     if option.type is bool and option.spec.const is None:
         return ""
     choices = option.spec.choices
@@ -137,7 +140,7 @@ def outcome_note(option: Option) -> str:
 
 
 def _later(option: Option) -> str:
-    """Return a note about values that are not supported yet."""
+    """Return a note about the values of an option that are not supported yet, or ""."""
     built, choices = option.spec.built, option.spec.choices
     if built is None:
         return ""

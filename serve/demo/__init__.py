@@ -1,4 +1,4 @@
-"""The weights of the demo model and of its draft head, which ship with the package.
+"""The demo model: weights of a small model and of its draft head, which are part of the package.
 
 `notebooks/demo_model` trains them.
 """

@@ -10,10 +10,10 @@
     sgl.set_default_backend(sgl.Engine())
     print(answer.run(question="What is 2 + 3?")["answer"])
 
-Programs written for SGLang run with this import in place of `import sglang as sgl`. Each program has one `Generation`:
-texts are appended to it, `gen` continues it, `select` compares continuations, and `fork` copies it. Therefore common
-prefixes are computed once. Roles follow the model's own chat template. An `async def` program runs on an `Engine` with
-`arun`.
+Programs written for SGLang run with this import in place of `import sglang as sgl`. Each program has one `Generation`.
+Texts are appended to the generation, `gen` continues it, `select` compares continuations of it, and `fork` copies it.
+Therefore common prefixes are computed once. Messages are rendered with the model's own chat template. An `async def`
+program runs on an `Engine` with `arun`.
 """
 
 from serve.lang.expressions import (

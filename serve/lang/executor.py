@@ -1,4 +1,4 @@
-"""Runs the expressions of one program, in order, on the engine's event loop."""
+"""Run the expressions of one program, in order, on the engine's event loop."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Emit = Callable[[str | None, str, Mapping[str, Any] | None], None]
 
 
 class Executor:
-    """The text of a program and its variables. All methods run on the engine's event loop.
+    """Runs the parts (texts and expressions) of one program, and holds its text and variables.
 
-    Parts wait in a queue, and one task runs them in order. `when_done` waits until the queue is empty. After an error,
-    which is stored in `error`, the rest of the queue is dropped.
+    Parts wait in a queue, and one task runs them in order. `when_done` waits until the queue is empty. If a part fails,
+    its error is stored in `error`, and the rest of the queue is dropped. All methods run on the engine's event loop.
     """
 
     def __init__(self, engine: Engine, sampling: Mapping[str, Any], emit: Emit | None = None) -> None:
@@ -57,7 +57,7 @@ class Executor:
 
     @property
     def idle(self) -> bool:
-        """Whether all queued parts are done. Any thread may read it."""
+        """Whether all queued parts are done. Any thread may read this property."""
         return not self._queue and (self._task is None or self._task.done())
 
     def call_when_done(self, function: Callable[[], object]) -> None:
@@ -68,12 +68,12 @@ class Executor:
             self._task.add_done_callback(lambda _: function())
 
     async def when_done(self) -> None:
-        """Return when all queued parts are done. Raises nothing: an error of a part is in `error`."""
+        """Return when all queued parts are done. If a part fails, its error is in `error` and is not raised here."""
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
     async def close(self, error: BaseException | None = None) -> None:
-        """End this executor and its copies at once. Aborts the running generation, and sets `error`."""
+        """End this executor and its copies immediately. Aborts the running generation, and sets `error`."""
         self._closed = True
         self.error = self.error or error or InvalidRequest("The program was aborted.")
         self._queue.clear()
@@ -95,7 +95,7 @@ class Executor:
         return copy
 
     def branch(self, number: int) -> None:
-        """Make this copy sample differently from its siblings."""
+        """Give this copy its own seed, so that it samples differently from the other copies of its source."""
         if self._generation is not None:
             self._generation._branch = self._generation._branch * 31 + number
         elif self._sampling.get("seed") is not None:
@@ -108,7 +108,7 @@ class Executor:
         except asyncio.CancelledError:
             self.error = self.error or InvalidRequest("The program was aborted.")
             raise
-        except Exception as error:  # stored for the code that reads a variable: an error ends only its own program
+        except Exception as error:  # raised later, by the code that reads a variable, so that other programs continue
             self.error = error
             self._queue.clear()
 
@@ -173,7 +173,7 @@ class Executor:
             self.text = self._rendered(opened=False)
 
     def _rendered(self, *, opened: bool = True) -> str:
-        """Return the prompt of all messages so far. With `opened`, it ends with the beginning of the model's answer."""
+        """Return the prompt of all messages so far. `opened`: append the beginning of the model's answer."""
         tokenizer = self._engine.tokenizer
         if tokenizer.has_chat_template:
             return tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=opened)
@@ -231,9 +231,9 @@ class Executor:
         self._grow(text)
 
     async def _gen_whole(self, part: Gen, generation: Generation) -> None:
-        """Generate several texts, or one text with request fields that a `Generation` does not support."""
+        """Run a `gen` with several outputs or with request fields, which a `Generation` does not support."""
         sampling = {**self._sampling, **part.sampling, "n": part.n}
-        empty = sampling.get("max_new_tokens") == 0  # the program wants log-probabilities of the next token, no text
+        empty = sampling.get("max_new_tokens") == 0  # only log-probabilities of the next token are wanted
         if empty:
             sampling["max_new_tokens"] = 1
         answers = await self._engine.generate(input_ids=[generation.ids], sampling_params=sampling, **part.options)

@@ -1,4 +1,4 @@
-"""The expressions of programs: texts, `gen`, `select` and roles. They are plain values; a program's state runs them."""
+"""The expressions of programs: texts, `gen`, `select` and roles. They are values, which a program's state runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Gen(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Select(Expression):
-    """The likeliest of several texts."""
+    """The choice of the likeliest of several texts."""
 
     name: str | None
     choices: tuple[str, ...]
@@ -92,10 +92,10 @@ def gen(
 ) -> Gen | Select:
     """Generate text: `s += gen("answer", max_tokens=64, stop="\\n")`, then read `s["answer"]`.
 
-    With `choices`, this is `select`. `dtype` (int, float, bool or str) restricts the text to a value of this type.
-    `sampling` are sampling parameters, under their names in any API (`regex`, `json_schema`, `temperature`, ...). With
-    `n` above 1, `s["answer"]` is a list, and the program continues with its first text. Raises `InvalidRequest` for
-    unknown names.
+    If `choices` is set, this is `select`. `dtype` (int, float, bool or str) restricts the text to a value of this type.
+    `sampling` are sampling parameters, under their names in any API (`regex`, `json_schema`, `temperature`, ...). If
+    `n` is above 1, `s["answer"]` is a list of n texts, and the program continues with the first. Raises
+    `InvalidRequest` for unknown names.
     """
     if choices:
         return select(name, choices, choices_method=choices_method)

@@ -1,4 +1,4 @@
-"""Programs: functions of a state, which run alone, in batches, or as streams."""
+"""Programs: functions that add parts to a state. They run alone, in batches, or as streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _default: list[SyncEngine] = []  # the engine of `set_default_backend`
 
 
 class Engine(SyncEngine):
-    """An engine like SGLang's `Engine`: the constructor loads the model, and calls block."""
+    """An engine with the behaviour of SGLang's `Engine`: the constructor loads the model, and methods block."""
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         super().__init__(model_path, **options)
@@ -38,10 +38,10 @@ Runtime = Engine
 
 
 def set_default_backend(backend: Any) -> None:
-    """Set the engine for programs that are run without `backend`: an `Engine` of this module or a `SyncEngine`.
+    """Set the engine of programs that are run without `backend`.
 
-    Raises `InvalidRequest` for other backends, because only an engine in this process can share the prefixes of
-    programs.
+    Raises `InvalidRequest` unless it is an `Engine` of this module or another `SyncEngine`: only an engine in this
+    process can share the prefixes of programs.
     """
     if not isinstance(backend, SyncEngine):
         raise InvalidRequest(
@@ -62,7 +62,7 @@ def default_backend() -> SyncEngine:
 def function(program: Callable[..., Any] | None = None, **defaults: Any) -> Any:
     """Make a program from a function whose first parameter is the state: `@function def f(s, question): ...`.
 
-    SGLang's option `num_api_spec_tokens` is refused, because it concerns the APIs of other providers.
+    SGLang's option `num_api_spec_tokens`, which concerns the APIs of other providers, is refused.
     """
     if defaults:
         raise InvalidRequest(f"function has no option {', '.join(defaults)} here.", param=next(iter(defaults)))
@@ -70,7 +70,7 @@ def function(program: Callable[..., Any] | None = None, **defaults: Any) -> Any:
 
 
 class Program:
-    """A function that adds parts to a state. Calling it with a state runs it as a part of another program."""
+    """A function that adds parts to a state. Another program may call it with its own state."""
 
     def __init__(self, program: Callable[..., Any]) -> None:
         self._program = program
@@ -95,8 +95,8 @@ class Program:
     ) -> ProgramState:
         """Run the program, and return its state.
 
-        Keywords are the program's arguments, and sampling parameters for every `gen`. With `stream=True`, the program
-        runs in a thread, and `state.text_iter()` yields its text as it grows. Raises the error of the program.
+        Keywords are the program's arguments, and sampling parameters for every `gen`. If `stream` is true, the program
+        runs in a thread, and `state.text_iter()` yields new text as it is generated. Raises the error of the program.
         """
         if inspect.iscoroutinefunction(self._program):
             raise InvalidRequest(f"{self.__name__} is an async program: `await {self.__name__}.arun(...)`.")
@@ -140,7 +140,8 @@ class Program:
     ) -> list[ProgramState]:
         """Run the program once for each set of arguments, concurrently, and return the states in order.
 
-        A failed program does not end the others. Reading its state raises the error, and its `error()` returns it.
+        If a program fails, the others continue. Reading the failed program's state raises its error, and
+        `state.error()` returns the error.
         """
         engine = backend or default_backend()
         if not batch:
@@ -162,7 +163,7 @@ class Program:
                 running.end_when_done(state)
                 return state
 
-            # Each thread runs one program's function. It does not wait for parts that are still queued after that.
+            # A thread runs one program's function, and does not wait for the parts that the function queued.
             threads = ThreadPoolExecutor(count, thread_name_prefix="penstock-program")
             try:
                 started: list[Future[ProgramState]] = []
@@ -205,7 +206,7 @@ class Program:
             state.ret_value = result
 
     def _divided(self, keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divide keywords into the program's arguments and sampling parameters."""
+        """Return (the program's arguments, sampling parameters). Raises `InvalidRequest` for unknown keywords."""
         mine = {name: value for name, value in keywords.items() if name in self._names}
         others = {name: value for name, value in keywords.items() if name not in self._names}
         sampling, fields = divided(None, others)
@@ -219,7 +220,7 @@ class _Running:
 
     def __init__(self, engine: SyncEngine, limit: int, total: int, on_end: Callable[[], object]) -> None:
         self._engine = engine
-        self._num_left = total  # programs that have not ended; changed on the event loop
+        self._num_left = total  # number of programs that have not ended; only the event loop changes it
         self._on_end = on_end
         self._room = Semaphore(limit)
         self._closers: dict[ProgramState, Close] = {}
@@ -227,7 +228,7 @@ class _Running:
         self._closed = False
 
     def wait_for_room(self) -> None:
-        """Wait until another program may start. Raises `EngineClosed` if the engine ends first."""
+        """Wait until fewer than `limit` programs run. Raises `EngineClosed` if the engine ends first."""
         while not self._room.acquire(timeout=CHECK_S):
             self._engine._check_open()
 
@@ -235,7 +236,7 @@ class _Running:
         """Return the state of a new program. Raises `InvalidRequest` after `close`."""
         state, close = new_state(self._engine, sampling)
         self._closers[state] = close
-        if self._closed:  # checked after the state is registered, so that `close` misses none
+        if self._closed:  # checked after the state is registered, so that `close` ends every program
             raise InvalidRequest("The program was aborted.")
         return state
 
@@ -246,7 +247,7 @@ class _Running:
         state._executor.error = error
 
     def end_when_done(self, state: ProgramState) -> None:
-        """Let another program start once all parts of this one are done. Returns immediately."""
+        """Count a program as ended once all its parts are done. Returns immediately."""
         self._engine._post(partial(state._call_when_done, self._end))
 
     def _end(self) -> None:
@@ -262,7 +263,7 @@ class _Running:
             self._engine._check_open()
 
     def close(self) -> None:
-        """End all programs at once. No further program can start."""
+        """End all programs immediately, and let no further program start."""
         self._closed = True
         for close in [*self._closers.values()]:
             self._engine._call(close)

@@ -1,4 +1,4 @@
-"""`ServerArgs` as in SGLang: an object with an engine's options, from Python keywords or from a command line."""
+"""SGLang's `ServerArgs`: the options of an engine, from Python keywords or from a command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve.python.options import add_arguments, word_types
 class ServerArgs:
     """The options of an engine: `ServerArgs(model_path="...", tp_size=2)`.
 
-    Each option is an attribute; it has its default if the option was not given. `dataclasses.asdict` returns only the
+    Each option is an attribute; an option that was not given has its default. `dataclasses.asdict` returns only the
     given options, as keywords for `Engine`. Raises `ConfigurationError` for unknown names and wrong values.
     """
 

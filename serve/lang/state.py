@@ -1,4 +1,4 @@
-"""The state of a program, which the program's function gets: the text so far, and the variables."""
+"""The state of a program: the text so far, and the variables. It is the first argument of the program's function."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ProgramState:
         post: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._executor = executor
-        self._post = post  # runs a function on the engine's loop without waiting for it
-        self._call = call  # like `_post`, and waits for the result; None if the program runs on this loop
+        self._post = post  # calls a function on the engine's event loop, without waiting for it
+        self._call = call  # calls it and waits for the result; None on the engine's own loop
         self._events: queue.Queue[Event | None] | None = None
         self._unsent: deque[Expression | str] = deque()  # parts that are not yet sent to the event loop
         self.ret_value: Any = None  # the value that the program returned
@@ -49,22 +49,22 @@ class ProgramState:
             self._unsent.append(part)
             if self._call is None:
                 self._send()
-            elif self._post is not None and _generates(part):  # begins at once, while the program continues
+            elif self._post is not None and _generates(part):  # generate while the program's function continues
                 self._post(self._send)
         return self
 
     def _send(self) -> None:
-        """Send the parts to the executor. Runs on the event loop."""
+        """Send the unsent parts to the executor. Runs on the event loop."""
         while self._unsent:
             self._executor.submit(self._unsent[0])
-            self._unsent.popleft()  # after `submit`, so that `_idle` on another thread is never true too early
+            self._unsent.popleft()  # after `submit`, so that `_idle`, on another thread, is not true too early
 
     @property
     def _idle(self) -> bool:
         return not self._unsent and self._executor.idle
 
     def _call_when_done(self, function: Callable[[], object]) -> None:
-        """Send the parts to the executor, and call `function` on the event loop when all of them are done."""
+        """Send the unsent parts to the executor, and call `function` on the event loop when all parts are done."""
         self._send()
         self._executor.call_when_done(function)
 
@@ -79,15 +79,15 @@ class ProgramState:
         self += RoleEnd(role)
 
     def system(self, content: Expression | str | None = None) -> Any:
-        """Add a system message, or without content open one for a `with` block."""
+        """Add a system message. Without `content`, return a context manager, whose block adds the message's parts."""
         return self._role("system", content)
 
     def user(self, content: Expression | str | None = None) -> Any:
-        """Add a user message, or without content open one for a `with` block."""
+        """Add a user message. Without `content`, return a context manager, whose block adds the message's parts."""
         return self._role("user", content)
 
     def assistant(self, content: Expression | str | None = None) -> Any:
-        """Add a message of the model, or without content open one for a `with` block."""
+        """Add an assistant message. Without `content`, return a context manager, whose block adds its parts."""
         return self._role("assistant", content)
 
     def _role(self, role: Role, content: Expression | str | None) -> Any:
@@ -121,7 +121,7 @@ class ProgramState:
         return self._executor.meta_info.get(name)
 
     def text(self) -> str:
-        """Return the whole text."""
+        """Return the whole text of the program, including prompts and outputs."""
         self.sync()
         self._raise()
         return self._executor.text
@@ -170,7 +170,10 @@ class ProgramState:
     # --- streaming ---
 
     def text_iter(self, var_name: str | None = None) -> Generator[str, None, None]:
-        """Yield new text of one variable, or of the whole program, as it grows. Run the program with `stream=True`."""
+        """Yield new text of one variable, or of the whole program, as it is generated.
+
+        If the program was not run with `stream=True`, yield the whole text at once.
+        """
         if self._events is None:
             yield self.text() if var_name is None else self[var_name]
             return
@@ -181,7 +184,7 @@ class ProgramState:
         self._raise()
 
     async def text_async_iter(self, var_name: str | None = None) -> AsyncGenerator[str, None]:
-        """Yield new text like `text_iter`, without blocking the caller's event loop."""
+        """Yield new text like `text_iter`, for async code: the caller's event loop is not blocked."""
         if self._events is None:
             yield await asyncio.to_thread(self.text if var_name is None else lambda: self[var_name])
             return
@@ -194,7 +197,7 @@ class ProgramState:
     # --- forking ---
 
     def fork(self, size: int = 1, position_ids_offset: None = None) -> ProgramStateGroup:
-        """Return `size` copies of this state, which share the prefix and run concurrently."""
+        """Return `size` copies of this state, which share its text as a cached prefix and run concurrently."""
         if size < 1:
             raise InvalidRequest(f"fork makes at least one copy, not {size}.", param="size")
         if position_ids_offset is not None:
@@ -234,8 +237,8 @@ class ProgramStateGroup:
     def join(self, mode: Literal["gather_variable", "concate_and_append"] = "gather_variable") -> None:
         """Wait for all copies, and add their results to the original state.
 
-        "gather_variable": each variable that the copies set becomes a list of their values. "concate_and_append": the
-        new texts of the copies are appended, in order.
+        `mode` "gather_variable": each variable that the copies set becomes a list with one value per copy.
+        "concate_and_append": the new texts of the copies are appended, in order.
         """
         if mode not in ("gather_variable", "concate_and_append"):
             raise InvalidRequest(f"There is no mode {mode!r} of join.", param="mode")
@@ -264,7 +267,10 @@ class ProgramStateGroup:
         return iter(self.states)
 
     def __iadd__(self, part: Any) -> Self:
-        """Add a part to every copy: the same part, a function's result for the copy's number, or an item of a list."""
+        """Add a part to every copy.
+
+        `part` is one part for all copies, a list with one part per copy, or a function of the copy's number.
+        """
         for number, state in enumerate(self.states):
             mine: Any = part(number) if callable(part) else part[number] if isinstance(part, list) else part
             state += mine

@@ -1,4 +1,4 @@
-"""Answers of /api/chat and /api/generate: one JSON object, or one JSON object per line of a stream."""
+"""Build the answers of /api/chat and /api/generate: one JSON object, or a stream with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Wrap = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
 
 def in_message(text: str, thinking: str | None, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return the answer in the format of /api/chat, with a `message`."""
+    """Return the fields of an answer in the format of /api/chat, with a `message`."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
@@ -37,15 +37,15 @@ def in_message(text: str, thinking: str | None, calls: list[dict[str, Any]] | No
 
 
 def in_response(text: str, thinking: str | None, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return the answer in the format of /api/generate, with a `response`. This format has no calls."""
+    """Return the fields of an answer in the format of /api/generate, with a `response` and without calls."""
     return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
 
 class Answer:
     """One answer, complete or as lines of a stream (see serve.http.sse.Encoder).
 
-    `wrap` puts text, reasoning and calls into the route's format. `parse` converts the output to events. The answer
-    reports two durations in nanoseconds: until the first token, and from the first token on.
+    `wrap(text, thinking, calls)` returns the fields of the route's format. `parse` converts a chunk to chat events. The
+    answer reports two durations in nanoseconds: from the request to the first token, and from there to the end.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Answer:
         return self._last({**content, "logprobs": logprobs} if logprobs else content)
 
     def loaded(self) -> dict[str, Any]:
-        """Return the answer to a request that only loads the model."""
+        """Return the answer to a request without a prompt, which in Ollama only loads the model."""
         content = self._wrap("", None, None)
         return {"model": self._model, "created_at": now(), **content, "done": True, "done_reason": "load"}
 
@@ -132,7 +132,7 @@ class Answer:
             "done": True,
             "done_reason": ended(self._finish).kind,
             "total_duration": ended_ns - self._begun_ns,
-            "load_duration": 0,  # zero, because the model is always loaded
+            "load_duration": 0,  # the model is always loaded
             "prompt_eval_count": self._usage.prompt,
             "prompt_eval_duration": first_ns - self._begun_ns,
             "eval_count": self._usage.output,

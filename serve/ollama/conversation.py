@@ -56,7 +56,7 @@ def _chat(
 
 
 def _content(text: str, images: Sequence[str] | None, path: str) -> str | list[dict[str, Any]]:
-    """Return the text. With images, return a list of parts with the images before the text, as Ollama does."""
+    """Return the text, or, if there are images, a list of parts with the images first, as in Ollama."""
     if not images:
         return text
     sources = [MediaSource("base64", image, f"{path}.{index}") for index, image in enumerate(images)]

@@ -1,4 +1,4 @@
-"""Errors in Ollama's format: `{"error": message}`. A stream ends with such a line."""
+"""Errors in Ollama's format: `{"error": message}`. In a stream, the last line."""
 
 from __future__ import annotations
 

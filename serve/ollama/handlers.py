@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Call(NamedTuple):
-    """A call whose body is decoded and checked. It has no request if the client only asks to load the model."""
+    """A decoded and checked call. `request` is None if the body has no prompt, which only asks to load the model."""
 
     model: str
     stream: bool
@@ -97,7 +97,7 @@ def _read_generate(core: EngineCore, raw: bytes) -> _Call:
 
 
 def _raw_request(core: EngineCore, body: GenerateBody, adapter: str | None) -> Request:
-    """Return a request whose prompt is used without the chat template."""
+    """Return a request for a prompt without the chat template. Raises `InvalidRequest` for fields that need one."""
     for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
         if value:
             raise InvalidRequest(f"{name} requires the chat template, which raw disables.", param=name)

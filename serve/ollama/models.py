@@ -1,4 +1,4 @@
-"""The served model in the format of Ollama's model lists."""
+"""Handlers that describe the served model in Ollama's format."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from serve.ollama.schema import ShowBody
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-API_VERSION = "0.13.0"  # the Ollama version whose API this is; clients refuse older versions
+API_VERSION = "0.13.0"  # the Ollama version whose API this server has; clients refuse older versions
 LATEST = ":latest"
-NEVER = "2318-01-01T00:00:00Z"  # the time at which the model will be unloaded: never
+NEVER = "2318-01-01T00:00:00Z"  # the reported time at which the model is unloaded, which is far in the future
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def chosen_model(core: EngineCore, model: str) -> ServedModel:
-    """Return the model of a call. Ollama's clients may add `:latest` to its name. Raises `NotFound`."""
+    """Return the model of a call, whose name may end with Ollama's `:latest`.
+
+    Raises `NotFound` if the model is not served here.
+    """
     try:
         return choose_model(core, model)
     except NotFound:
@@ -38,7 +41,7 @@ def chosen_model(core: EngineCore, model: str) -> ServedModel:
 
 
 async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the version of Ollama whose API this is."""
+    """Return the version of Ollama whose API this server has."""
     return json_response({"version": API_VERSION})
 
 

@@ -1,8 +1,8 @@
 """Bodies of Ollama's routes.
 
-As in Ollama, unknown fields and options are ignored. They are logged, or refused with --refuse-unknown-fields. Accepted
-without effect: `keep_alive` (the model stays loaded), and options for loading the model (`num_ctx`, `num_gpu`, ...),
-for which this server has its own options.
+As in Ollama, unknown fields and options are ignored; they are logged. With --refuse-unknown-fields, they are refused.
+Accepted without effect: `keep_alive` (the model stays loaded), and options for loading the model (`num_ctx`, `num_gpu`,
+...), for which this server has command-line options.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Options:
     tfs_z: float = 1.0
     typical_p: float = 1.0
     mirostat: int = 0
-    mirostat_tau: float | None = None  # used by mirostat, which is refused
+    mirostat_tau: float | None = None  # an option of mirostat sampling, which is refused
     mirostat_eta: float | None = None
     penalize_newline: bool = True
     numa: Any = None  # this option and the options below concern the loading of the model
@@ -75,7 +75,7 @@ class Options:
         return {name: value for name, value in params.items() if value is not None}
 
     def _refuse_foreign(self) -> None:
-        """Raise `InvalidRequest` for options that only Ollama's sampler supports."""
+        """Raise `InvalidRequest` for values that this server does not support."""
         penalty = self.repeat_penalty not in (None, 1.0)
         wrong = {
             "num_predict": (self.num_predict == 0, "must be at least 1, or -1 for no limit"),
@@ -118,7 +118,7 @@ class OllamaBody:
 
 @dataclass(slots=True, kw_only=True)
 class CalledFunction:
-    without_effect: ClassVar[frozenset[str]] = frozenset({"index"})  # not needed, because calls are sent in order
+    without_effect: ClassVar[frozenset[str]] = frozenset({"index"})  # the order of the calls gives their index
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)

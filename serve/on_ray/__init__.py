@@ -1,9 +1,10 @@
-"""Replicas on a Ray cluster (the extra `ray`). Each replica is an engine in its own process; all share one address.
+"""Serve replicas on a Ray cluster (the extra `ray`). Each replica is an engine in its own process.
 
     penstock ray --model-path DIR --replicas 1..4
     serve run serve.on_ray:build_app model_path=DIR replicas=2      # or `import_path: serve.on_ray:build_app` in YAML
 
-`ingress` receives requests, `prefix_router` chooses a replica for each request, and `replica` answers it.
+All replicas share one address. The module `ingress` receives requests, `prefix_router` chooses a replica for each
+request, and `replica` answers the request.
 """
 
 from __future__ import annotations

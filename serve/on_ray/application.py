@@ -55,14 +55,14 @@ class Scaling(NamedTuple):
 
 
 class Model(NamedTuple):
-    """One model: its engine options in the form of a command line, and its replicas."""
+    """One model: its engine options as command-line arguments, and the scaling of its replicas."""
 
     words: list[str]
     scaling: Scaling
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Model:
-        """Create a `Model` from options by name. Raises `ConfigurationError` for invalid values."""
+        """Create a `Model` from a mapping of option names to values. Raises `ConfigurationError` for invalid values."""
         rest = dict(values)
         others: dict[str, Any] = {name: float(rest.pop(name)) for name in ("num_cpus", "num_gpus") if name in rest}
         if "request_router" in rest:
@@ -72,7 +72,7 @@ class Model(NamedTuple):
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Convert engine options by name to the arguments of a command line."""
+    """Convert engine options, a mapping from names to values, to command-line arguments."""
     words: list[str] = []
     for name, value in values.items():
         option = f"--{name.replace('_', '-')}"
@@ -85,7 +85,10 @@ def words_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def build(models: Sequence[Model]) -> Application:
-    """Return the application that serves these models at one address. Raises `ConfigurationError`."""
+    """Return the application that serves these models at one address.
+
+    Raises `ConfigurationError` for invalid options, equal model names, or no models.
+    """
     from ray import serve
 
     from serve.on_ray.ingress import Ingress
@@ -114,8 +117,8 @@ def build_app(args: Mapping[str, Any]) -> Application:
     """Return the application for `serve run serve.on_ray:build_app NAME=VALUE ...`, or for `args` in a YAML file.
 
     `args` has the options of `penstock ray` with underscores: replicas, target_ongoing_requests, num_cpus, num_gpus,
-    request_router, and every option of the server. `models` is a list with the options of each model; the other
-    options are then defaults for all models. Raises `ConfigurationError`.
+    request_router, and every option of the server. If `models` is set, a list with the options of each model, the other
+    options are defaults for all models. Raises `ConfigurationError` for invalid options.
     """
     common = dict(args)
     models = common.pop("models", None)
@@ -127,7 +130,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
 
 
 def names_of(args: Args) -> tuple[str, ...]:
-    """Return the name of a model, its path, and the names of the adapters that it loads at the start."""
+    """Return the served name of a model, its path, and the names of the adapters that it loads at the start."""
     path = args.model.model_path or DEMO_NAME
     sources = [adapter_source(text) for text in args.lora.lora_paths or ()]
     return args.http.served_model_name or path, path, *(source.name for source in sources if source is not None)

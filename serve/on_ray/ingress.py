@@ -1,4 +1,4 @@
-"""The deployment that receives HTTP requests and sends each to a replica."""
+"""The Ray Serve deployment that receives HTTP requests and sends each request to a replica."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Ray is an optional dependency.
@@ -33,15 +33,15 @@ from serve.server.app import ROUTES
 from serve.server.forwarded_errors import STREAMS, error_end
 
 KIND = "ReplicaError"
-ATTEMPTS = 3  # maximum number of replicas that a request tries, if each ends before its answer begins
+ATTEMPTS = 3  # maximum number of replicas that a request is sent to, if replicas end before they answer
 SCOPE_FIELDS = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 ADMIN_PATHS = frozenset(spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN)
 METRICS, MODELS = "/metrics", "/v1/models"
-# Routes that are sent to every replica. Replicas that start later do not need them.
+# Routes whose requests are sent to every replica. A replica that starts later does not need them.
 EVERYWHERE = frozenset((METRICS, "/flush_cache", "/reset_prefix_cache", "/freeze_gc", "/abort_request"))
 EVERYWHERE_S = 30.0
 MAX_EVERYWHERE_BYTES = 64 * 1024  # maximum size of a body that is sent to every replica
-# A proxy header. With it, replicas do not treat forwarded requests as local requests of their own machine.
+# A proxy header, because of which replicas do not treat forwarded requests as local requests of their own machine.
 VIA = (b"via", b"1.1 penstock-ray")
 LOST = "The replica that computed this answer has ended."
 SILENT = "At least one replica did not answer; retry later."
@@ -60,7 +60,7 @@ class Ingress:
 
         `names` maps each model's name to a list: this name, the model's path, and the names of its adapters.
         """
-        # Each handle has its own router, so handles are made once.
+        # Each handle has its own router with its own state, so there is one handle per model.
         self._models = {name: handle.options(stream=True, method_name="answer") for name, handle in models.items()}
         self._whole = {name: handle.options(method_name="whole_answer") for name, handle in models.items()}
         self._names = {name: tuple(others) for name, others in names.items()}
@@ -111,7 +111,7 @@ class Ingress:
         return failure(KIND, 503, LOST, {"retry-after": "1"})
 
     def _choose(self, scope: Scope, body: bytes) -> tuple[str | None, str | None, PromptKey]:
-        """Return the model that the request asks for, its served name (None: not served), and the request's key."""
+        """Return (requested model, its served name or None if it is not served, key for the request router)."""
         fields = RequestFields.of(body)
         name = self._model_of(fields.model, scope["path"])
         if name is None:
@@ -120,7 +120,7 @@ class Ingress:
         return fields.model, name, prompt_key(fields, dict(scope["headers"]), scope["path"], names)
 
     def _model_of(self, model: str | None, path: str) -> str | None:
-        """Return the name of the requested model (by default the first), or None if no model has that name."""
+        """Return the served name of the requested model, or of the first if none is named; None for unknown models."""
         first = next(iter(self._models))
         if len(self._models) == 1:
             return first  # its server knows its adapters
@@ -147,9 +147,9 @@ class Ingress:
         )
 
     async def _everywhere(self, scope: Scope, body: bytes) -> Response:
-        """Send the request to all replicas. Return one replica's answer, an error answer if there is one.
+        """Send the request to all replicas, and return the answer with the highest status, so that errors are shown.
 
-        The answer of `/metrics` instead joins the metrics of all replicas that answer, with the label `replica`.
+        For `/metrics`, return the metrics of all replicas that answer, with the label `replica`.
         """
         calls = [handle.broadcast("whole_answer", scope, body) for handle in self._whole.values()]
         try:
@@ -182,8 +182,8 @@ def _response(answer: Answer) -> Response:
 async def _body(parts: Any, path: str, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:
     """Yield the parts of the body.
 
-    If the replica ends, a stream of events or lines ends with an error in the format of the request's API. Any other
-    body is cut off, which a client detects by its length.
+    If the replica ends during a stream of events or lines, the stream ends with an error in the format of the request's
+    API. Any other body is cut off, which the client detects by its length.
     """
     try:
         async for part in parts:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 def joined_metrics(texts: Mapping[str, str]) -> str:
     """Return the metrics of all replicas in one text. `texts` maps a replica's id to its metrics.
 
-    Each sample gets the label `replica` with this id. The samples of a metric follow its help and type, as
+    Each sample gets the label `replica` with the id. All samples of a metric follow its help and type lines, as
     Prometheus's format requires.
     """
     heads: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""A server class for Ray Serve LLM (`ray.serve.llm`): Ray's ingress serves OpenAI's routes, Penstock computes.
+"""A server class for Ray Serve LLM (`ray.serve.llm`). Ray's ingress has OpenAI's routes; Penstock is the engine.
 
     LLMConfig(
         server_cls="serve.on_ray.llm_server.PenstockServer",
@@ -6,8 +6,8 @@
         engine_kwargs={"max_running_requests": 64},
     )
 
-`ray.serve.llm` imports its request types from vLLM or SGLang, so one of the two must be installed beside Ray. Penstock
-does not use its engine.
+`ray.serve.llm` imports its request types from vLLM or SGLang. Therefore one of these packages must be installed,
+although its engine is not used.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
     from ray.serve.llm import LLMConfig
 
-# Headers that describe the client's body. They do not fit the body that is forwarded.
+# Headers that describe the client's body. They are not forwarded, because the body is serialized again.
 BODY_HEADERS = frozenset(("content-length", "content-type", "content-encoding", "transfer-encoding"))
 
-# Fields of `LLMConfig` that Penstock does not implement, and what to set instead.
+# Field of `LLMConfig` that Penstock does not support -> advice on what to set instead.
 REFUSED = {
     "lora_config": "name the adapters in engine_kwargs: lora_paths or lora_dir",
     "placement_group_config": "the ranks of a replica run on one machine; set ray_actor_options in deployment_config",
@@ -139,7 +139,7 @@ class PenstockServer:
         yield response.model_validate(orjson.loads(whole)) if status == 200 else _error_of(status, whole)
 
     async def check_health(self) -> None:
-        """Raise an error unless the engine works."""
+        """Raise `RuntimeError` if the engine is not ready or a step hangs."""
         self._server.check_health()
 
     async def reset_prefix_cache(self) -> None:
@@ -148,7 +148,7 @@ class PenstockServer:
             raise RuntimeError("The cache was not emptied: requests are running or waiting.")
 
     async def sleep(self, tags: list[str] | None = None, level: int = 1) -> None:
-        """Release the memory of the parts in `tags`, by default of the weights and the KV cache.
+        """Release the memory of the weights and the KV cache, or of the one that `tags` names.
 
         Level 1 keeps the weights in files, and level 2 discards them. Raises `InvalidRequest` for another level.
         """
@@ -167,8 +167,8 @@ class PenstockServer:
     async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
         """Pause generation.
 
-        `mode` is "abort", "wait", "retract" or "in_place", as for `Engine.pause_generation`, or vLLM's "keep", which is
-        "in_place". `clear_cache` empties the prefix cache, except if running requests stay in place.
+        `mode` is a mode of `Engine.pause_generation`, or vLLM's "keep", which means "in_place". `clear_cache`: also
+        empty the prefix cache, unless the mode is "in_place".
         """
         await self._server.engine.pause_generation("in_place" if mode == "keep" else mode)
         if clear_cache and mode not in ("in_place", "keep"):

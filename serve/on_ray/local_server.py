@@ -1,4 +1,4 @@
-"""An engine and its HTTP application in one process, called without a network port."""
+"""An engine and its HTTP application in one process, called directly instead of over a port."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Ray is an optional dependency.
@@ -20,8 +20,8 @@ from serve.server.app import build_app
 from serve.server.process import warm_up
 
 METRICS_S = 5.0
-PART_S = 0.02  # minimum time between two parts of a stream
-# Values of `EngineCore.status` that are reported to Ray's metrics per replica.
+PART_S = 0.02  # minimum number of seconds between two parts of a stream
+# Values of `EngineCore.status` that each replica reports to Ray's metrics.
 GAUGES = ("num_running", "num_waiting", "num_used_tokens", "gen_throughput")
 REPLICA_HEADER = b"x-replica"  # header of each answer, with the id of the replica that computed it
 
@@ -47,8 +47,9 @@ class LocalServer:
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Any, None]:
         """Answer a request: yield (status, headers), and then the parts of the body.
 
-        Parts of a stream are joined so that `PART_S` lies between two of them, because each part costs Ray about 1 ms
-        of CPU time. The first and the last part do not wait. If the caller stops reading, the request is aborted.
+        Parts of a stream are joined, so that at least `PART_S` seconds lie between two parts: each part costs Ray about
+        1 ms of CPU time. The first and the last part are not delayed. If the caller stops reading, the request is
+        aborted.
         """
         loop, next_s = asyncio.get_running_loop(), 0.0
         messages: asyncio.Queue[Message] = asyncio.Queue(maxsize=64)
@@ -81,13 +82,13 @@ class LocalServer:
         return status, headers, b"".join([part async for part in answer])
 
     def check_health(self) -> None:
-        """Raise `RuntimeError` unless the engine works."""
+        """Raise `RuntimeError` if the engine is not ready or a step hangs."""
         status = self.engine.core.status()
         if status.state != "ready" or status.hangs:
             raise RuntimeError(f"The engine is {status.state}.")
 
     async def aclose(self) -> None:
-        """Release the engine. Also works after `start` has failed."""
+        """End the engine and the reports to Ray. May be called after `start` has failed."""
         if self._reporting is not None:
             self._reporting.cancel()
         await self.engine.aclose()
@@ -101,7 +102,7 @@ class LocalServer:
 
 
 async def _next(messages: asyncio.Queue[Message], answering: asyncio.Task[Any]) -> Message | None:
-    """Return the next message of the application, or None after the last one. Raises the application's errors."""
+    """Return the application's next ASGI message, or None after the last. Raises the application's errors."""
     if messages.empty() and not answering.done():
         waiting = asyncio.ensure_future(messages.get())
         try:

@@ -14,19 +14,19 @@ from serve.on_ray.prompt_key import PromptKey
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests with a common prefix to the same replica, unless this replica is much busier than the others.
+    """Sends requests with a common prefix to the same replica, unless this replica is much busier than others.
 
-    Requests of a session go to the same replica as long as it runs.
+    All requests of a session go to the same replica, as long as this replica runs.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Create the table. Ray Serve calls this before the first request."""
+        """Create the `PrefixTable`. Ray Serve calls this before the first request."""
         self._table: PrefixTable[ReplicaID] = PrefixTable(**kwargs)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, followed by all others in case it accepts no request now."""
+        """Return the chosen replica, followed by all others, in case the chosen one accepts no request now."""
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         known = self.replica_queue_len_cache
         loads = {each: known.get(each) or 0 for each in by_id}

@@ -12,11 +12,11 @@ from serve.on_ray.prompt_key import PromptKey
 R = TypeVar("R")
 
 MAX_HASHES = 500_000  # number of hashes that the table remembers, in about 100 MB
-SLACK = 4  # the replica with the prefix may have so many requests more than the least busy replica
+SLACK = 4  # the replica with the longest prefix may have this many requests more than the least busy one
 
 
 class PrefixTable(Generic[R]):
-    """Remembers the last replica of each session and of each prompt block."""
+    """Maps hashes of sessions and of prompt prefixes (`PromptKey`) to the replica that last computed them."""
 
     def __init__(self, max_hashes: int = MAX_HASHES, slack: int = SLACK) -> None:
         self._owners: OrderedDict[int, R] = OrderedDict()
@@ -24,10 +24,11 @@ class PrefixTable(Generic[R]):
         self._slack = slack
 
     def choose(self, key: PromptKey, loads: Mapping[R, int]) -> R | None:
-        """Return the replica of this session, otherwise the replica that computed the longest prefix of this prompt.
+        """Return the replica for the request with this key, or None if there are no replicas.
 
-        If no replica computed a prefix, or that replica is too busy, return a random one of the least busy replicas.
-        Return None if there are no replicas. `loads` maps the available replicas to their requests in progress.
+        This is the replica of the session, otherwise the replica that computed the longest prefix of the prompt. If
+        there is no such replica, or it is too busy, it is a random one of the least busy replicas. `loads` maps each
+        available replica to its number of requests in progress.
         """
         if not loads:
             return None
@@ -51,7 +52,7 @@ class PrefixTable(Generic[R]):
             self._owners.popitem(last=False)
 
     def keep(self, replicas: Collection[R]) -> None:
-        """Forget all replicas except these."""
+        """Remove all entries of replicas that are not in `replicas`."""
         gone = [block for block, owner in self._owners.items() if owner not in replicas]
         for block in gone:
             del self._owners[block]

@@ -1,4 +1,4 @@
-"""The key by which the router chooses a replica for a request. Prompts with a common prefix have common hashes."""
+"""Compute the key by which the router chooses a replica. Prompts with a common prefix have common hashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_BYTES = 256  # bytes of the prompt in one hash
 MAX_BLOCKS = 256
 PROMPTS = ("messages", "prompt", "text", "input_ids", "input", "inputs", "query")  # fields of the APIs' bodies
 SESSION_HEADERS = (b"x-session-id", b"session-id")
-STORED = ("/v1/files", "/v1/batches")  # routes of objects that one replica stores
+STORED = ("/v1/files", "/v1/batches")  # routes of files and batches, which are stored on one replica
 FORM_MODEL = re.compile(rb'name="model"\r\n\r\n([^\r\n]{1,512})\r\n')  # the field `model` of a multipart/form-data body
 
 
@@ -24,8 +24,8 @@ class PromptKey(NamedTuple):
     """The hashes of a request's session and of its prompt."""
 
     pin: int = 0  # hash of the session, whose requests all go to one replica; 0 without a session
-    # One hash per block of the prompt's beginning, over this block and all earlier blocks. Hashes of the adapter and of
-    # `prompt_cache_key` may come first.
+    # One hash for each of the first blocks of the prompt, over this block and all earlier blocks. If the request has an
+    # adapter or a `prompt_cache_key`, their hashes come first.
     blocks: tuple[int, ...] = ()
 
 
@@ -37,7 +37,7 @@ class RequestFields(NamedTuple):
 
     @classmethod
     def of(cls, body: bytes) -> RequestFields:
-        """Read the fields of a JSON body. Of a form, read only the model. An unreadable body has no fields."""
+        """Return the fields of a JSON body, or only the model of a form. An unreadable body has no fields."""
         try:
             fields = loads(body)
         except RequestError:  # for example too many values: the replica refuses the body

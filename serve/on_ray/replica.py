@@ -23,7 +23,7 @@ class EngineReplica:
     async def answer(self, key: PromptKey, scope: Scope, body: bytes) -> AsyncIterator[Any]:
         """Answer a request: yield (status, headers), and then the parts of the body.
 
-        `key` is only for the router. If the caller stops reading, the request is aborted.
+        `key` is used only by the request router. If the caller stops reading, the request is aborted.
         """
         async with aclosing(self._server.answer(scope, body)) as parts:
             async for part in parts:
@@ -34,7 +34,7 @@ class EngineReplica:
         return await self._server.whole_answer(scope, body)
 
     async def check_health(self) -> None:
-        """Raise an error unless the engine works. Ray Serve calls this, and replaces a replica that fails."""
+        """Raise `RuntimeError` if the engine does not work. Ray Serve calls this, and replaces a failed replica."""
         self._server.check_health()
 
     async def __del__(self) -> None:

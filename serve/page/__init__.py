@@ -1,6 +1,6 @@
 """Static files of the chat page at `/`, and of the page at `/live` that shows the engine's activity.
 
-Their content security policy allows only resources of this server and `data:` images.
+The pages' content security policy allows only resources of this server and `data:` images.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-# Paths of the pages and their files. They are served without an API key.
+# URL path -> file. All are served without an API key.
 PATHS = MappingProxyType(
     {
         "/": "chat.html",
@@ -41,7 +41,7 @@ _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def page_routes() -> list[Route]:
-    """Return routes that answer GET and HEAD with the pages' files. Each file is read only once."""
+    """Return the routes of the pages' files, for GET and HEAD. Each file is read only once."""
     return [_route(path, name) for path, name in PATHS.items()]
 
 

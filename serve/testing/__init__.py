@@ -1,4 +1,4 @@
-"""Help for tests of programs that use Penstock: engines on the demo model, and an HTTP client without sockets.
+"""Tools for tests of programs that use Penstock: engines with the demo model, and HTTP clients without sockets.
 
     from penstock import testing
 

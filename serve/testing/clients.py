@@ -1,7 +1,7 @@
-"""HTTP clients for the whole server in this process: all routes, without a socket.
+"""HTTP clients for all routes of a server in this process, without a socket.
 
-The application and the engine are the real ones. Only the connection is missing: each answer arrives as a whole, even a
-stream of events.
+The application and the engine are the real ones. Only the connection is missing, so each answer arrives as a whole,
+even a stream of events.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ async def client(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Yield an `httpx.AsyncClient` for a server on the engine `running`, or on a new engine with these options.
 
-    `says` are the texts that the model answers, one per request; the last text repeats. With it, a test decides the
-    model's answers. Everything else is real: chat templates, parsers of tool calls, streams, limits and the cache.
+    If `says` is set, the model's answers are these texts, one per request; later requests get the last text.
+    Everything else is real: chat templates, parsers of tool calls, streams, limits and the cache.
     """
     if running is None:
         async with engine(**options) as started, client(started, says=says) as http:
@@ -46,7 +46,7 @@ async def client(
 async def openai_client(
     running: Engine | None = None, *, says: Sequence[str] | None = None, **options: Any
 ) -> AsyncIterator[Any]:
-    """Yield an `openai.AsyncOpenAI` client for the same server as `client`. Needs the package openai."""
+    """Yield an `openai.AsyncOpenAI` client; its arguments are those of `client`. Requires the package openai."""
     from openai import AsyncOpenAI
 
     async with (

@@ -1,4 +1,4 @@
-"""Engines for tests: small, on the demo model, and deterministic."""
+"""Engines for tests: the demo model, a small KV cache and a fixed seed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ SMALL = {"max_total_tokens": 8192, "random_seed": 0}
 
 
 def engine(model_path: str | None = None, **options: Any) -> Engine:
-    """Return an engine with a small cache and a fixed seed. Start it with `async with engine() as e`."""
+    """Return an engine with a small KV cache and a fixed seed. Start it with `async with engine() as e`."""
     return Engine(model_path, **{**SMALL, **options})
 
 
 def sync_engine(model_path: str | None = None, **options: Any) -> SyncEngine:
-    """Return the same engine for code without `await`. It starts with the first call."""
+    """Return a `SyncEngine` with a small KV cache and a fixed seed. The first call starts it."""
     return SyncEngine(model_path, **{**SMALL, **options})

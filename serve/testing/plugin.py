@@ -1,7 +1,7 @@
 """A pytest plugin with fixtures: an engine on the demo model, and clients for it.
 
-It imports Penstock only when a fixture is used, so it costs nothing in other test suites. The asynchronous fixtures
-need a plugin that runs asynchronous tests (pytest-asyncio or anyio's).
+The plugin imports Penstock only when a fixture is used, so that other test suites are not slowed down. The asynchronous
+fixtures require a plugin that runs asynchronous tests (pytest-asyncio or anyio's).
 """
 
 from __future__ import annotations

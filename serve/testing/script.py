@@ -1,4 +1,4 @@
-"""Force the model to say a given text: a hook on the logits allows only the tokens of this text."""
+"""Make the model's output a given text: a hook on the logits allows only the tokens of this text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from serve.python.engine import Engine
 
 
 def says(running: Engine, text: str) -> Callable[[list[int], Any], None]:
-    """Return a hook that makes the model say `text` and stop: `engine.generate(prompt, on_logits=says(engine, "Hi"))`.
+    """Return a hook that makes the output `text`: `engine.generate(prompt, on_logits=says(engine, "Hi"))`.
 
-    Use a hook for one prompt only. Raises `InvalidRequest` if the model has no end-of-text token.
+    Use a new hook for each prompt. Raises `InvalidRequest` if the model has no end-of-text token.
     """
     tokenizer = running.tokenizer
     end = tokenizer.eos_token_id
@@ -36,7 +36,7 @@ def says(running: Engine, text: str) -> Callable[[list[int], Any], None]:
 
 
 class ScriptedCore:
-    """An engine core whose model says the given texts, one per request. The last text repeats."""
+    """An engine core whose outputs are the given texts, one per request. Later requests get the last text."""
 
     def __init__(self, running: Engine, texts: Sequence[str]) -> None:
         if isinstance(texts, str) or not texts:

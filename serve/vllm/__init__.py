@@ -6,7 +6,7 @@
     for output in llm.generate(["Hello", "Once"], SamplingParams(temperature=0, max_tokens=16)):
         print(output.outputs[0].text)
 
-Scripts that were written for vLLM run with this module in place of `vllm` and of its submodules.
+Scripts written for vLLM run with this module in place of `vllm` and its submodules.
 """
 
 from serve.python.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams

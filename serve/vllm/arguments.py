@@ -59,7 +59,10 @@ class ProfilerConfig:
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """Return the settings from a `ProfilerConfig` or a dict. Raises `ConfigurationError`."""
+        """Return a `ProfilerConfig`, converted from a dict if necessary.
+
+        Raises `ConfigurationError` for unknown keys, and for a profiler other than torch.
+        """
         try:
             made = config if isinstance(config, cls) else cls(**config)
         except TypeError as error:
@@ -82,7 +85,7 @@ class ProfilerConfig:
 
 @dataclass(slots=True)
 class EngineSettings:
-    """Penstock's options, and the vLLM settings that have no such option."""
+    """Settings converted from vLLM's keywords: Penstock's options, and settings that are no option of Penstock."""
 
     options: dict[str, Any] = field(default_factory=dict)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -90,7 +93,10 @@ class EngineSettings:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """Convert vLLM's keywords, and ignore keywords whose value is None. Raises `ConfigurationError`."""
+        """Convert vLLM's keywords, except those whose value is None.
+
+        Raises `ConfigurationError` for unsupported values.
+        """
         settings = cls()
         for name, value in keywords.items():
             if value is not None:
@@ -167,7 +173,7 @@ AsyncEngineArgs = EngineArgs
 
 @cache
 def _types() -> Mapping[str, tuple[Any, bool]]:
-    """Return the type of each argument, and whether it takes several values."""
+    """Map each argument to (its type on a command line, whether it takes several values)."""
     found = word_types()
     for name, own in RENAMED.items():
         found[name] = found[own]

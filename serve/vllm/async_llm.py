@@ -1,4 +1,4 @@
-"""`AsyncLLM`: vLLM's engine for async code."""
+"""`AsyncLLM`: vLLM's interface for async code, on Penstock's engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AsyncLLM:
 
     @property
     def engine(self) -> SyncEngine:
-        """Penstock's own engine."""
+        """Penstock's engine, which does the work."""
         return self._caller.engine
 
     async def generate(
@@ -51,10 +51,11 @@ class AsyncLLM:
         lora_request: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one prompt as they grow.
+        """Yield the outputs of one prompt while they are generated.
 
-        By default each output has all text so far. `sampling_params.output_kind` can select only the new text, or one
-        output at the end. Leaving the loop aborts the request. Raises `InvalidRequest`.
+        By default, each yielded output has all text so far. `sampling_params.output_kind` can request only the new
+        text, or one output at the end. Leaving the loop aborts the request. Raises `InvalidRequest` for invalid
+        arguments.
         """
         if not request_id:
             raise InvalidRequest("generate needs a request_id.", param="request_id")
@@ -84,7 +85,7 @@ class AsyncLLM:
         await self._call(self._engine.continue_generation)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Returns False, and keeps the cache, while requests run or wait."""
+        """Empty the prefix cache, and return True. If requests run or wait, keep the cache, and return False."""
         return await self._call(self._engine.flush_cache)
 
     async def get_tokenizer(self) -> TokenizerView:

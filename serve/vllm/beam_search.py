@@ -51,9 +51,10 @@ class BeamSearchOutput:
 def beam_search(
     engine: SyncEngine, prompts: Sequence[Sequence[int]], params: BeamSearchParams, *, progress: bool = False
 ) -> list[BeamSearchOutput]:
-    """Run a beam search from each prompt. Raises `InvalidRequest`.
+    """Run a beam search from each prompt, given as token ids.
 
-    Each step extends all beams of all prompts by one token. `progress` shows a bar of the steps.
+    Each step extends all beams of all prompts by one token. `progress` shows a bar that counts steps. Raises
+    `InvalidRequest` for unsupported parameters.
     """
     if params.beam_width < 1 or params.max_tokens < 1:
         raise InvalidRequest("beam_width and max_tokens must be at least 1.", param="beam_width")

@@ -1,4 +1,4 @@
-"""Calls of the engine with vLLM's prompts and parameters, shared by `LLM`, `LLMEngine` and `AsyncLLM`."""
+"""Call the engine with vLLM's prompts and parameters. `LLM`, `LLMEngine` and `AsyncLLM` share this code."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def with_defaults(params: Params) -> SamplingParams:
 
 
 class Caller:
-    """An engine, and the logits processors that run for each of its requests."""
+    """Sends vLLM's requests to an engine, with the logits processors that run for each request."""
 
     def __init__(self, engine: SyncEngine, logits_processors: Sequence[Any] = ()) -> None:
         self.engine = engine
         self._processors = logits_processors
         self._loading = asyncio.Lock()  # held while an adapter is loaded
-        self._starting: set[str] = set()  # requests that wait for their adapter to be loaded, before they are submitted
-        self._aborted: set[str] = set()  # requests in `_starting` that were aborted
+        self._starting: set[str] = set()  # ids of requests that wait for their adapter to be loaded
+        self._aborted: set[str] = set()  # ids in `_starting` whose request was aborted
 
     @classmethod
     def started(cls, settings: EngineSettings) -> Self:
@@ -108,10 +108,10 @@ class Caller:
     async def stream(
         self, request_id: str, prompt: str | list[int], params: Params, *, lora: Any = None, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of one prompt as they grow. Runs on the engine's event loop.
+        """Yield the outputs of one prompt while they are generated. Runs on the engine's event loop.
 
-        By default each output has all text so far. `params.output_kind` can select only the new text, or one output
-        at the end.
+        By default, each yielded output has all text so far. `params.output_kind` can request only the new text, or one
+        output at the end.
         """
         engine, made = self.engine._engine, with_defaults(params)
         ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -137,7 +137,7 @@ class Caller:
                     yield output
 
     def abort(self, request_id: str) -> None:
-        """Abort a request, also while its adapter is being loaded. Runs on the engine's event loop."""
+        """Abort a request, even if its adapter is still being loaded. Runs on the engine's event loop."""
         if request_id in self._starting:
             self._aborted.add(request_id)
         else:
@@ -146,7 +146,10 @@ class Caller:
     # --- adapters ---
 
     def adapter(self, lora: Any) -> str | None:
-        """Return the name of a request's LoRA adapter, or None. Loads a `LoRARequest` with a path at its first use."""
+        """Return the name of a request's LoRA adapter, or None.
+
+        If `lora` is a `LoRARequest` with a path whose adapter is not loaded yet, load it.
+        """
         return None if lora is None else self.engine._call(lambda: self._load(lora))
 
     async def _load(self, lora: Any) -> str | None:
@@ -190,7 +193,7 @@ class _Growing:
         """Return the output after this piece, or None if `output_kind` allows only the final output."""
         params, old = self._params, self._outputs.get(piece.index)
         new = completion_output(piece.index, piece, params)
-        if old is not None and new.logprobs is not None:  # for every `output_kind`, the sum covers all tokens
+        if old is not None and new.logprobs is not None:  # the sum covers all tokens, whatever the `output_kind`
             new.cumulative_logprob = (old.cumulative_logprob or 0.0) + (new.cumulative_logprob or 0.0)
         if old is not None and self._kind is not RequestOutputKind.DELTA:
             new.token_ids = old.token_ids + new.token_ids
@@ -224,7 +227,7 @@ def _same_folder(one: str, other: str) -> bool:
 
 
 def _groups(params: Sequence[Params], names: Sequence[str | None], *, alone: bool) -> list[list[int]]:
-    """Group the indices of prompts into calls with equal parameters and a limited number of outputs.
+    """Group the prompts' indices into calls of the engine, each with equal parameters and a limited number of outputs.
 
     If `alone` is true, each prompt has its own call.
     """

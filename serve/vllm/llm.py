@@ -1,4 +1,4 @@
-"""`LLM`: vLLM's offline class on Penstock's engine."""
+"""`LLM`: vLLM's class for offline inference, on Penstock's engine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class LLM:
             print(output.outputs[0].text)
 
     The keywords are Penstock's options, or vLLM's names for them. Raises `ConfigurationError`, which lists every option
-    that cannot be satisfied. The class also works in notebooks, because the event loop runs in its own thread. The
-    engine ends with `shutdown`, with its `with` block, or with the process. `use_tqdm` shows a progress bar.
+    that cannot be satisfied. The class also works in notebooks, because the engine's event loop runs in its own thread.
+    The engine ends at `shutdown`, at the end of a `with` block, or with the process. `use_tqdm` in a call shows a
+    progress bar.
     """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
@@ -64,12 +65,12 @@ class LLM:
 
     @property
     def engine(self) -> SyncEngine:
-        """Penstock's own engine, with the features that vLLM's class does not have."""
+        """Penstock's engine, for features that vLLM's class does not have."""
         return self._engine
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The same engine with the interface of `LLMEngine`."""
+        """An `LLMEngine` that uses the same engine."""
         return self._stepped
 
     def get_tokenizer(self) -> TokenizerView:
@@ -77,7 +78,7 @@ class LLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default sampling parameters, which calls without `sampling_params` use."""
+        """Return the sampling parameters of calls without `sampling_params`."""
         return SamplingParams(max_new_tokens=DEFAULT_TOKENS)
 
     def generate(
@@ -93,7 +94,8 @@ class LLM:
 
         A prompt is a text, a dict with `prompt` or `prompt_token_ids`, or a list of token ids. `sampling_params` and
         `lora_request` are one value for all prompts, or a list with one value per prompt. A `lora_request` is the name
-        of a loaded adapter, or a `LoRARequest`, whose adapter is loaded at its first use. Raises `InvalidRequest`.
+        of a loaded adapter, or a `LoRARequest`, whose adapter is loaded at its first use. Raises `InvalidRequest` for
+        invalid arguments.
         """
         texts = prompts_of(prompts)
         params = _one_each(sampling_params, len(texts), "sampling_params", alike=Mapping)
@@ -137,7 +139,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompts, params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """Return the best beams of each prompt, best first. Raises `InvalidRequest`."""
+        """Return the best beams of each prompt, best first. Raises `InvalidRequest` for unsupported parameters."""
         tokenizer = self.get_tokenizer()
         ids = [tokenizer.encode(each) if isinstance(each, str) else each for each in prompts_of(prompts)]
         return beam_search(self._engine, ids, params, progress=use_tqdm)
@@ -169,7 +171,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return the embedding of each prompt: `output.outputs.embedding`.
 
-        With `pooling_params.dimensions`, each embedding is cut to so many numbers and scaled to length 1.
+        If `pooling_params.dimensions` is set, each embedding is cut to this size, and scaled to length 1.
         """
         dimensions = None if pooling_params is None else pooling_params.dimensions
         return [
@@ -184,7 +186,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return the label probabilities of each prompt: `output.outputs.probs`.
 
-        With `PoolingParams(use_activation=False)`, return the scores before softmax or sigmoid instead.
+        If `pooling_params.use_activation` is False, `probs` has the scores before softmax or sigmoid instead.
         """
         raw = pooling_params is not None and pooling_params.use_activation is False
         return [
@@ -206,8 +208,8 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return scores of how well texts match: `output.outputs.score`.
 
-        If `data_1` is one text, it is compared with each text of `data_2`. Otherwise the lists are compared pair by
-        pair. The prompt always has the reranker's own form. Raises `InvalidRequest` if two lists differ in length, or
+        If `data_1` is one text, it is compared with each text of `data_2`. Otherwise texts at the same index are
+        compared. The prompt has a fixed format. Raises `InvalidRequest` if two lists differ in length, or
         if `chat_template` is set.
         """
         if chat_template is not None:
@@ -235,19 +237,19 @@ class LLM:
     # --- management ---
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics. Raises `InvalidRequest` unless the engine has `disable_log_stats=False`."""
+        """Return the engine's metrics. Raises `InvalidRequest` unless `disable_log_stats` was set to False."""
         return read_metrics(self._engine)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Returns False, and keeps the cache, while requests run or wait."""
+        """Empty the prefix cache, and return True. If requests run or wait, keep the cache, and return False."""
         return self._engine.flush_cache()
 
     def start_profile(self) -> None:
-        """Start a profile. Its trace is written to `torch_profiler_dir` of `profiler_config`."""
+        """Start profiling. The trace is written to `torch_profiler_dir` of `profiler_config`."""
         self._engine.start_profile(**self._profiler.options())
 
     def stop_profile(self) -> str:
-        """End the profile and return the path of its trace."""
+        """Stop profiling, and return the path of the trace."""
         return self._engine.stop_profile()
 
     def sleep(self, level: int = 1) -> None:
@@ -284,7 +286,7 @@ class LLM:
         texts = prompts_of(prompts)
         tokenizer = self.get_tokenizer()
         results = []
-        several = len(texts) > MAX_AT_ONCE  # then one bar counts all calls
+        several = len(texts) > MAX_AT_ONCE  # one progress bar counts the prompts of all calls
         with prompts_counted(len(texts), shown=use_tqdm and several) as done:
             for first in range(0, len(texts), MAX_AT_ONCE):
                 some = texts[first : first + MAX_AT_ONCE]
@@ -303,8 +305,8 @@ class LLM:
 class PoolingParams:
     """vLLM's parameters of pooling models.
 
-    `dimensions` shortens embeddings to so many numbers. With `use_activation=False`, `classify` returns the scores
-    before softmax or sigmoid instead of probabilities.
+    `dimensions` is the number of values to which embeddings are shortened. If `use_activation` is False, `classify`
+    returns the scores before softmax or sigmoid instead of probabilities.
     """
 
     dimensions: int | None = None
@@ -318,7 +320,10 @@ def _shortened(vector: list[float], dimensions: int | None) -> list[float]:
 
 
 def _one_each(value: Any, count: int, name: str, *, alike: Any) -> list[Any]:
-    """Return one value per prompt. `value` is a list, or one value for all prompts: None or an `alike`."""
+    """Return one value per prompt. `value` is a list, or one value (None or an `alike`) for all prompts.
+
+    Raises `InvalidRequest` if a list does not have `count` items.
+    """
     if value is None or isinstance(value, alike):
         return [value] * count
     if len(value) != count:

@@ -1,4 +1,4 @@
-"""`LLMEngine`: vLLM's engine with `add_request` and `step`."""
+"""`LLMEngine`: vLLM's interface with `add_request` and `step`, on Penstock's engine."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class LLMEngine:
             for output in engine.step():
                 print(output.outputs[0].text)
 
-    Unlike vLLM's engine, this engine runs in its own thread, and it also computes between two calls of `step`.
+    Unlike vLLM's engine, this engine runs in its own thread, so it also computes between two calls of `step`.
     """
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._arrived: queue.Queue[RequestOutput | Exception] = queue.Queue()
-        self._kept: list[RequestOutput | Exception] = []  # outputs that arrived before the ones in `_arrived`
+        self._kept: list[RequestOutput | Exception] = []  # taken from `_arrived`, but not yet returned by `step`
         self._running: set[str] = set()
-        self._pieces: set[str] = set()  # running requests whose outputs have only new text
+        self._pieces: set[str] = set()  # ids of running requests with `output_kind` DELTA
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -46,7 +46,7 @@ class LLMEngine:
 
     @property
     def engine(self) -> SyncEngine:
-        """Penstock's own engine."""
+        """Penstock's engine, which does the work."""
         return self._caller.engine
 
     @property
@@ -67,7 +67,7 @@ class LLMEngine:
         lora_request: Any = None,
         priority: int = 0,
     ) -> None:
-        """Add a request. Its outputs come from `step`.
+        """Add a request, whose outputs `step` will return.
 
         Raises `InvalidRequest` if a request with this id is unfinished. Other errors of the request are raised by
         `step`.
@@ -93,9 +93,10 @@ class LLMEngine:
         self._caller.engine._begin(read)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for new outputs. Return the latest output of each request, or all its new outputs for `DELTA`.
+        """Wait for new outputs, and return the latest output of each request that has one.
 
-        Returns an empty list if no request is unfinished. Raises the error of a request that failed, and `EngineClosed`
+        For requests with `output_kind` DELTA, return all new outputs. If there are no unfinished requests, return an
+        empty list. Raises the error of a request that failed, and `EngineClosed`
         if the engine ends first.
         """
         if not self.has_unfinished_requests():
@@ -134,9 +135,9 @@ class LLMEngine:
             self._caller.engine._call(partial(self._caller.abort, each))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache. Returns False, and keeps the cache, while requests run or wait.
+        """Empty the prefix cache, and return True. If requests run or wait, keep the cache, and return False.
 
-        With `reset_running_requests`, running requests are retracted first, and computed again afterwards.
+        `reset_running_requests`: retract running requests first; they are computed again afterwards.
         """
         engine = self._caller.engine
         if not reset_running_requests:

@@ -1,6 +1,6 @@
 """vLLM's interface for custom logits processors, implemented with the engine's hook `on_logits`.
 
-Each request has its own instance of every processor. An instance therefore sees a batch of one row.
+Each request has its own instance of every processor. Therefore an instance always processes a batch of one row.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LogitsProcessor:
         """Create a processor for logits on this device."""
 
     def is_argmax_invariant(self) -> bool:
-        """Return whether the processor never changes which token is most likely."""
+        """Return True if the processor never changes which token is most likely."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -100,7 +100,7 @@ def process_dict_updates(
 ) -> bool:
     """Set the state of each added row to `new_state(parameters, prompt ids, output ids)`.
 
-    If this is None, the row's state is removed. Returns whether `states` changed.
+    If `new_state` returns None, the row's state is removed. Returns whether `states` changed.
     """
     changed = False
     for row, params, prompt_ids, output_ids in () if batch_update is None else batch_update.added:
@@ -128,14 +128,14 @@ def hook_of(processors: Sequence[type[LogitsProcessor]], params: SamplingParams,
 
 
 class _Hook:
-    """Calls the processors of one request. They are created at its first logits."""
+    """Hook that calls the processors of one request, which it creates when the first logits arrive."""
 
     def __init__(self, processors: Sequence[type[LogitsProcessor]], params: SamplingParams, prompt: list[int]) -> None:
         self._classes = processors
         self._params = params
         self._prompt = prompt
         self._made: list[LogitsProcessor] | None = None
-        self._output: list[int] = []  # updated in place, because processors keep a reference to it
+        self._output: list[int] = []  # updated in place, because processors keep a reference to this list
 
     def __call__(self, ids: list[int], logits: Tensor) -> Tensor:
         self._output[:] = ids[len(self._prompt) :]

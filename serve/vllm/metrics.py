@@ -1,4 +1,4 @@
-"""The engine's metrics in the form of vLLM's `LLM.get_metrics`."""
+"""The engine's metrics as the objects that vLLM's `LLM.get_metrics` returns."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Gauge(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """Numbers that never decrease, one for each position of a draft token."""
+    """Counters of draft tokens: one number, which never decreases, for each position in the draft."""
 
     values: list[float]
 
 
 @dataclass(slots=True)
 class Histogram(Metric):
-    """The count and the sum of observed values. `buckets` maps each upper bound to the count of values up to it."""
+    """The count and the sum of observed values. `buckets` maps an upper bound to the number of values up to it."""
 
     count: int
     sum: float

@@ -26,7 +26,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One output of a prompt.
+    """One output of a prompt, complete or so far.
 
     `logprobs` has one dict per token, which maps the ids of the chosen token and of the most likely tokens to their
     `Logprob`. `cumulative_logprob` is the sum over the chosen tokens. Both are None unless `logprobs` was set.
@@ -67,7 +67,7 @@ class RequestOutput:
 
 
 class _Vector:
-    """Base class for the numbers of a pooling model's result."""
+    """Base class of a pooling model's results: the numbers as a tensor."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ class PoolingRequestOutput:
 def request_output(
     prompt: str | list[int], ids: list[int], answers: Sequence[Generated], params: SamplingParams, lora: Any = None
 ) -> RequestOutput:
-    """Return the outputs of one prompt from the engine's complete answers."""
+    """Return the `RequestOutput` of one prompt, from the engine's complete answers."""
     meta = answers[0].meta_info
     return RequestOutput(
         request_id=meta["id"],
@@ -149,7 +149,7 @@ def request_output(
 
 
 def completion_output(index: int, answer: Generated, params: SamplingParams) -> CompletionOutput:
-    """Return one output, or one piece of a streamed output, from the engine's answer."""
+    """Return a `CompletionOutput` for one answer of the engine, or for one piece of a stream."""
     chosen = [each.logprob or 0.0 for each in answer.token_logprobs] if params.logprobs is not None else None
     return CompletionOutput(
         index=index,

@@ -1,4 +1,4 @@
-"""vLLM's forms of prompts, and its requests for LoRA adapters."""
+"""vLLM's formats of prompts, and its `LoRARequest`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TokensPrompt = dict[str, Any]  # {"prompt_token_ids": ids}
 
 @dataclass(slots=True)
 class LoRARequest:
-    """A LoRA adapter for a request: its name, and the folder from which the first such request loads it.
+    """A LoRA adapter for a request: its name, and the folder from which it is loaded at its first use.
 
     `lora_int_id` has no effect, because Penstock identifies adapters by name.
     """
@@ -27,7 +27,7 @@ class LoRARequest:
 
 
 def prompts_of(prompts: Prompts) -> list[str | list[int]]:
-    """Return each prompt as a text or as ids. Raises `InvalidRequest`."""
+    """Return each prompt as a text or as token ids. Raises `InvalidRequest` for other formats."""
     if isinstance(prompts, str | Mapping):
         return [prompt_of(prompts)]
     prompts = as_json(prompts) if hasattr(prompts, "tolist") else prompts
@@ -39,7 +39,7 @@ def prompts_of(prompts: Prompts) -> list[str | list[int]]:
 
 
 def prompt_of(prompt: Any) -> str | list[int]:
-    """Return one prompt as a text or as ids. Raises `InvalidRequest`."""
+    """Return one prompt as a text or as token ids. Raises `InvalidRequest` for other formats."""
     if isinstance(prompt, Mapping):
         given = {name for name, value in prompt.items() if value is not None and value != {}}
         unknown = given - {"prompt", "prompt_token_ids"}

@@ -12,7 +12,7 @@ init_logger = logging.getLogger
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Run Python's garbage collector, which ends unreferenced engines. `shutdown_ray` has no effect."""
+    """Run Python's garbage collector, which ends engines without references. `shutdown_ray` has no effect."""
     gc.collect()
 
 
