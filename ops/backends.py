@@ -256,6 +256,23 @@ EXPERTS: Mapping[str, Backend] = {
         captured=True,
     ),
 }
+# Implementations of products with weights in float8 that have one scale per block of 128 x 128 numbers. Triton is the
+# default: FlashInfer's products are not measured yet, and those for Hopper are compiled while requests are served.
+BLOCK_PRODUCTS: Mapping[str, Backend] = {
+    "triton": ATTENTION["triton"],
+    "flashinfer_deepgemm": Backend(
+        file="with_deepgemm",
+        kernels="DeepGEMM's kernels in FlashInfer, which are compiled for each shape of a weight and range of rows",
+        needs=GpuWith("flashinfer-python", generations=(9,), compiled=FLASHINFER_COMPILED),
+        captured=True,
+    ),
+    "flashinfer_cutlass": Backend(
+        file="with_groupwise",
+        kernels="CUTLASS's kernels in FlashInfer",
+        needs=GpuWith("flashinfer-python", generations=(10,), compiled=FLASHINFER_COMPILED),
+        captured=True,
+    ),
+}
 GPU_OPERATIONS = ("embedding", "moe", "recurrence")  # Triton or torch on a GPU, C++ or torch on a CPU
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ops.backends import BLOCK_PRODUCTS
 from ops.machine import GIB, Machine
 from ops.matmul.grouped import GroupForm
 from ops.progress import Bar, progress_bar
@@ -56,6 +57,7 @@ from runtime.modeling.decoder import Decoder
 from runtime.modeling.host_layers import HostLayer, shared_modules
 from runtime.models.registry import config_of, entry, family_of
 
+KEEPING = frozenset(backend.file for backend in BLOCK_PRODUCTS.values())  # products that read packed weights on a GPU
 MAX_NEXTN_LAYERS = 16  # maximum number of multi-token prediction layers after the model's own layers
 SHARD_FILES = "model-rank-{rank}-part-{part}.safetensors"  # files of the load format sharded_state
 
@@ -267,7 +269,7 @@ def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> Quant
     requested, method = plan.quantization, quantization_method(plan.quantization)
     if not isinstance(tensors, QuantizedTensors) or requested not in (None, "w4a16", "w4a8"):
         return method
-    if not in_cpp and kernels.backends["matmul"] != "with_triton":
+    if not in_cpp and kernels.backends["matmul"] not in KEEPING:
         return method
     low_bit = {
         name: form

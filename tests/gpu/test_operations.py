@@ -24,6 +24,16 @@ def test_the_kernel_equals_native(check: Check, device: str) -> None:
         pytest.skip(str(refusal))
 
 
+def test_flashinfers_block_products_equal_those_in_float64(device: str) -> None:
+    from on_device.operations import block_product_files, compare_block_products
+
+    files = block_product_files()
+    if not files:
+        pytest.skip("this machine cannot run FlashInfer's products")
+    for file in files:
+        compare_block_products(file, device)
+
+
 def test_single_tokens_have_the_same_bits_alone_and_in_a_batch(device: str) -> None:
     from on_device.batching import bits_differ
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import recorded_experts
 import recorded_latent
+import recorded_products
 import recorded_trtllm
 from ops.attention import AttentionMetadata, AttentionOptions, native
 
@@ -207,6 +208,7 @@ CONTENTS: dict[str, tuple[Any, ...]] = {
         recorded_latent.BatchMLAPagedAttentionWrapper,
         recorded_latent.trtllm_batch_decode_with_kv_cache_mla,
     ),
+    "flashinfer.gemm": (recorded_products.fp8_blockscale_gemm_sm90, recorded_products.gemm_fp8_nt_groupwise),
     "flashinfer.fused_moe": (recorded_experts.cutlass_fused_moe,),
     "flashinfer.decode": (recorded_trtllm.trtllm_batch_decode_with_kv_cache,),
     "flashinfer.prefill": (recorded_trtllm.trtllm_batch_context_with_kv_cache,),

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_cases import activation, attention, low_rank, matmul, norm, recurrence, rope, sampling
+from kernel_cases import activation, attention, low_rank, matmul, moe, norm, recurrence, rope, sampling
 from kernel_comparison import agree
 from on_device.moved import Moved
-from ops.backends import ATTENTION, SAMPLING
+from ops.backends import ATTENTION, BLOCK_PRODUCTS, EXPERTS, SAMPLING
 from ops.machine import Machine
+from ops.matmul.grouped import GroupedWeight
+from ops.matmul.rounded_rows import round_rows
 from ops.select import OPERATIONS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -48,6 +50,7 @@ LARGE: dict[str, dict[str, Any]] = {
     "matmul": {
         f"large, {rows} rows": matmul.Case(rows, 4096, 4096, 128, shifted=True, dtype=BF16) for rows in (1, 500)
     },
+    "moe": {f"large, {tokens} tokens": moe.Case(tokens, 8, 2, 512, 256, dtype=BF16) for tokens in (3, 100)},
     "norm": {"large": norm.Case((256, 4096), BF16)},
     "rope": {"large": rope.Case(32, 8, 128, 128, dtype=BF16, positions=tuple(range(20)) * 16)},
     "recurrence": {
@@ -81,8 +84,8 @@ class Check(NamedTuple):
 
 def checks(*, large: bool) -> Iterator[Check]:
     """Return all checks for the backends that run on this machine's GPU, or on the host without a GPU."""
-    files = runnable_files()
     for operation, (_, there) in OPERATIONS.items():
+        files = runnable_files(operation)
         if operation not in NO_TABLE:
             for file in there:
                 if file in files:
@@ -100,10 +103,15 @@ def one_of_each() -> list[Check]:
     return list(found.values())
 
 
-def runnable_files() -> set[str]:
+def runnable_files(operation: str) -> set[str]:
+    """Return the backend files of the operation that this machine's GPU runs, or the host without a GPU."""
     machine = Machine.probe()
     gpu = machine.gpus[0] if machine.gpus else None
-    backends = (*ATTENTION.values(), *SAMPLING.values())
+    backends = [*ATTENTION.values(), *SAMPLING.values()]
+    if operation == "moe":
+        backends = [ATTENTION["torch_native"], *EXPERTS.values()]
+    elif operation == "matmul":  # of 4-bit weights; `compare_block_products` is about the other files
+        backends = [ATTENTION["torch_native"], ATTENTION["triton"]]
     files = {backend.file for backend in backends if not backend.unmet(machine, gpu)} - set(HOST_ONLY)
     by_flashinfer = {b.file for b in backends if b.needs and b.needs.package == "flashinfer-python"}
     return files if compiles_flashinfer() else files - by_flashinfer
@@ -162,6 +170,35 @@ def compare(check: Check, device: str) -> None:
             assert torch.equal(one, other), check
         else:
             agree([one], [other], SLACK)
+
+
+def block_product_files() -> list[str]:
+    """Return the files of FlashInfer's products with block-scaled weights that run on this machine."""
+    machine = Machine.probe()
+    gpu = machine.gpus[0] if machine.gpus else None
+    runs = [each.file for name, each in BLOCK_PRODUCTS.items() if name != "triton" and not each.unmet(machine, gpu)]
+    return runs if compiles_flashinfer() else []
+
+
+def compare_block_products(file: str, device: str) -> None:
+    """Raise AssertionError if products with block-scaled float8 weights differ from products in float64.
+
+    Both have rows that are rounded to float8.
+    """
+    module: Any = import_module(f"ops.matmul.{file}")
+    generator = torch.Generator().manual_seed(9)
+    codes = torch.randn(512, 1024, generator=generator).to(E4M3).view(torch.uint8)
+    scales = 0.5 + torch.rand(4, 8, generator=generator)
+    weight = GroupedWeight(codes, scales.repeat_interleave(128, 0), bits=8, floating=True)
+    packed = module.prepare_grouped(weight._replace(codes=codes.to(device), scales=weight.scales.to(device)), BF16)
+    assert len(packed.parts.scales) == len(scales), "Triton would compute this product"
+    wide = weight.dequantised().double().T
+    for num_rows in (1, 5, 64, 300):
+        x = (torch.randn(num_rows, 1024, generator=generator) / 32).to(BF16)
+        rounded = round_rows(x, 128)
+        rows = rounded.numbers.double() * rounded.scales.double().repeat_interleave(128, 1)
+        found = module.linear(x.to(device), packed).cpu().double()
+        torch.testing.assert_close(found, rows @ wide, rtol=2e-2, atol=2e-2)
 
 
 def needs_e4m3(check: Check) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import greedy
 import paged_forward
+import recorded_flashinfer
 import tiny_models
 from on_device import graphs, memory, operations, session
 from on_device.batching import bits_differ
@@ -40,6 +42,17 @@ def test_large_cases_are_cases(operation: str) -> None:
             assert operations.table(operation).step(case).q.shape[1:] == (32, 128)
         else:
             operations.compare(Check(operation, "native", name), CPU)
+
+
+def test_block_products_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in recorded_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    operations.compare_block_products("with_deepgemm", CPU)
+    monkeypatch.setattr("recorded_products._weight", lambda codes, scales: codes.float().T)
+    with pytest.raises(AssertionError):
+        operations.compare_block_products("with_deepgemm", CPU)
+    with pytest.raises(AssertionError, match="Triton would compute"):
+        operations.compare_block_products("with_triton", CPU)
 
 
 def test_every_operation_with_kernels_for_gpus_has_a_table() -> None:

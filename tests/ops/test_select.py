@@ -9,7 +9,7 @@ import torch
 
 from cpp_kernels import library
 from ops.attention import native
-from ops.backends import ATTENTION, SAMPLING
+from ops.backends import ATTENTION, BLOCK_PRODUCTS, EXPERTS, SAMPLING
 from ops.machine import Machine
 from ops.select import OPERATIONS, Kernels, select
 
@@ -45,7 +45,8 @@ def test_settings_reach_the_backend_they_name() -> None:
 
 
 def test_every_backend_has_its_file() -> None:
-    for operation, declared in (("attention", ATTENTION), ("sampling", SAMPLING)):
+    by_operation = {"attention": ATTENTION, "matmul": BLOCK_PRODUCTS, "moe": EXPERTS, "sampling": SAMPLING}
+    for operation, declared in by_operation.items():
         for backend in declared.values():
             assert backend.file in OPERATIONS[operation][1]
             assert find_spec(f"ops.{operation}.{backend.file}") is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ops.backends import ATTENTION, FLASHINFER_COMPILED
+from ops.backends import ATTENTION, BLOCK_PRODUCTS, FLASHINFER_COMPILED
 from runtime.config.option_spec import always, inert, option, planned
 
 _LATENT = "a model with multi-head latent attention (which other backends also support) and"
@@ -32,6 +32,15 @@ _KERNELS = ", ".join(
 _DEFAULT = " if the machine supports it, else ".join(list(ATTENTION)[: list(ATTENTION).index("torch_native") + 1])
 
 
+_BLOCK_PRODUCTS = "; ".join(
+    f"{name}: {backend.kernels} (needs {backend.needs})" for name, backend in BLOCK_PRODUCTS.items() if name != "triton"
+)
+_NO_PRODUCTS = {
+    "deep_gemm": "the deep_gemm package, which has to be built from source; use flashinfer_deepgemm",
+    "flashinfer_trtllm": "an NVIDIA Blackwell GPU; use flashinfer_cutlass",
+    "cutlass": "the sgl-kernel package; use flashinfer_deepgemm on Hopper and flashinfer_cutlass on Blackwell",
+    "aiter": "an AMD GPU",
+}
 _NO_DOUBLE_SPARSITY = (
     "double sparsity changes answers and needs channels calibrated for each model, and SGLang removed it (pull request "
     "23009); to read less of long caches, use --kv-cache-dtype fp8_e5m2"
@@ -78,6 +87,15 @@ class KernelArgs:
         "--attention-backend.",
         **_ATTENTION,
         plan="kernels.decode_attention_backend",
+    )
+    fp8_gemm_backend: str = option(
+        "auto",
+        "Kernels that multiply weights in float8 with one scale per block of 128 x 128 numbers (DeepSeek's format), in "
+        f"bfloat16 on a GPU. auto: triton if the GPU supports it. {_BLOCK_PRODUCTS}. Triton computes other weights and "
+        "experts.",
+        choices=("auto", *BLOCK_PRODUCTS, *_NO_PRODUCTS),
+        built=("auto", *BLOCK_PRODUCTS),
+        needs=_NO_PRODUCTS,
     )
     triton_attention_num_kv_splits: int | None = option(
         None,

@@ -9,7 +9,6 @@ from typing import Any
 
 from ops.backends import (
     ATTENTION,
-    EXPERTS,
     GPU_OPERATIONS,
     PREFERRED,
     SAMPLING,
@@ -21,7 +20,8 @@ from ops.backends import (
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, Plan
-from runtime.config.quantization import GROUPED, METHODS, TORCHAO
+from runtime.config.quantization import METHODS, TORCHAO
+from runtime.config.resolve.gpu_weights import experts_on_gpu, kept_on_gpu, products_on_gpu
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 # dtype -> sets of x86 processor flags. A processor without all flags of at least one set cannot use oneDNN for the
@@ -64,11 +64,10 @@ def kernel_plan(
     quant = builder.args.quant
     asked = quant.quantization or TORCHAO.get(quant.torchao_config)
     quantized = METHODS.get(asked or "")
-    if gpu is not None and choices.get("moe") == "with_triton" and not compiled and _kept_on_gpu(asked, facts):
-        choices["matmul"], reason = (
-            "with_triton",
-            "Triton kernels multiply weights in 4 bits and float8 without dequantising them first",
-        )
+    kept = gpu is not None and choices["kv"] == "with_triton" and not compiled and kept_on_gpu(asked, facts)
+    products = products_on_gpu(builder, machine, gpu, dtype, facts, kept=kept)
+    if kept:
+        choices["matmul"], reason = products
     elif quantized is not None and quantized.matmul is not None:
         choices["matmul"] = quantized.matmul
         reason = f"{asked} needs it; torch dequantises weights for every product"
@@ -263,27 +262,6 @@ def _chosen(
     return Decision(first, reason or "the first choice, and this machine runs it")
 
 
-def _experts(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts, otherwise: str) -> str:
-    """Return the file that computes experts: the requested backend's file, or `otherwise` if none is requested."""
-    asked = builder.args.moe.moe_runner_backend
-    if asked not in EXPERTS:
-        return otherwise
-    reason = EXPERTS[asked].unmet(machine, gpu)
-    if asked == "flashinfer_cutlass" and not reason:
-        quant = builder.args.quant
-        if facts.quantization is not None or quant.quantization is not None or quant.torchao_config:
-            reason = "computes experts in 16 bits only, and this model is quantised"
-        elif builder.args.moe.ep_size > 1:
-            reason = "computes all experts of a layer, and --ep-size divides them"
-        elif facts.config.get("hidden_act", "silu") != "silu":
-            reason = f"computes experts with silu only, and this model has {facts.config['hidden_act']}"
-    if not reason:
-        return EXPERTS[asked].file
-    instead = "auto" if asked == "triton" or EXPERTS["triton"].unmet(machine, gpu) else "triton"
-    builder.refuse("moe_runner_backend", f"--moe-runner-backend {asked} cannot be used: it {reason}; use {instead}.")
-    return otherwise
-
-
 def _small_operations(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts
 ) -> tuple[dict[str, str], list[str]]:
@@ -293,7 +271,7 @@ def _small_operations(
     choices: dict[str, str] = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), file)
     reasons = ["attention and sampling: see their options; small operations: the first backend that runs here"]
     reasons += [f"{name} {reason}" for name, reason in unmet.items()]
-    choices["moe"] = _experts(builder, machine, gpu, facts, choices["moe"])
+    choices["moe"] = experts_on_gpu(builder, machine, gpu, facts, choices["moe"])
     if builder.args.lora.lora_backend == "torch_native":
         choices["low_rank"] = "native"
     if builder.args.graphs.enable_torch_compile:
@@ -354,14 +332,6 @@ def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> 
     if not _packs(machine, dtype):
         return False, "attention: plain torch, because this processor has no bfloat16 products"
     return True, "decode attention: batched products, which are faster than plain torch on a processor without AMX"
-
-
-def _kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:
-    """Return whether linear layers may have 4-bit or float8 weights, which the Triton kernels can read."""
-    stored = facts.quantization
-    if asked is None or (stored is not None and asked in METHODS and METHODS[asked].only_unquantized):
-        return stored in GROUPED
-    return asked.startswith("int4wo") or (asked in METHODS and METHODS[asked].on_gpu == "with_triton")
 
 
 def _matmul(machine: Machine, gpu: Gpu | None, dtype: str, *, compiled: bool) -> tuple[str, str]:

@@ -21,6 +21,8 @@ import recorded_flashinfer
 from flashinfer_signatures import installed, signature
 from kernel_cases.attention import SINGLE, Case, options, step
 from ops.attention import with_fa3, with_flashinfer, with_trtllm, with_trtllm_mla
+from ops.matmul.grouped import GroupedWeight
+from ops.matmul.rounded_rows import round_rows
 from ops.moe import Mixture
 from serve.bench import report
 
@@ -52,6 +54,7 @@ def calls() -> set[Call]:
             if {count for _, count in case.rows} == {1}:
                 _capture(attend, given, case)
         _mix()
+        _multiply()
     return found
 
 
@@ -85,6 +88,16 @@ def _mix() -> None:
     chosen = torch.zeros(3, 2, dtype=torch.int32)
     mixture = experts.prepare_experts(Mixture(gate_up, down))
     experts.mix(torch.zeros(3, 8, dtype=torch.bfloat16), mixture, torch.ones(3, 2), chosen, "silu")
+
+
+def _multiply() -> None:
+    from ops.matmul import with_deepgemm, with_groupwise  # these modules import triton
+
+    codes, x = torch.zeros(128, 128, dtype=torch.uint8), torch.zeros(3, 128, dtype=torch.bfloat16)
+    weight = GroupedWeight(codes, torch.ones(128, 1), bits=8, floating=True)
+    for backend in (with_deepgemm, with_groupwise):
+        rows = round_rows(x, 128)  # torch rounds them, because a Triton kernel may not run here
+        backend.linear(rows, backend.prepare_grouped(weight, x.dtype))
 
 
 def _capture(attend: Any, given: Any, case: Case) -> None:

@@ -49,6 +49,10 @@ REMOTE = {
     "remote_instance_weight_loader_seed_instance_service_port": 30000,
     "remote_instance_weight_loader_send_weights_group_ports": (30100,),
 }
+BLOCKS = {
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "torch_dtype": "bfloat16",
+}
 # Machines, with options that other options require.
 SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {}),
@@ -72,6 +76,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"debug_tensor_dump_output_folder": "dump"}),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
+    (H200, {"json_model_override_args": BLOCKS}),
     (H200, {"json_model_override_args": {"num_hidden_layers": 8}, "offload_group_size": 2}),
     (FOUR_GPUS, {"tp_size": 2}),
     (CPU, {"json_model_override_args": HYBRID}),

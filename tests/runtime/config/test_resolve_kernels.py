@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ops.backends import ATTENTION, SAMPLING, AttentionBackend
+from ops.backends import ATTENTION, BLOCK_PRODUCTS, SAMPLING, AttentionBackend
 from ops.machine import KNOWN_GPUS, Machine
 from runtime.config import Args, options
 from runtime.config.model_facts import ModelFacts
@@ -268,6 +268,45 @@ def test_experts_by_flashinfer_are_used_or_refused(
     assert told in builder.refusals.get("moe_runner_backend", "")
     assert ("moe_runner_backend" in builder.refusals) == bool(told)
     assert (plan.kernels.choices.get("moe") == "with_flashinfer") == (not told)
+
+
+BLOCKS = {"quantization": "fp8", "config": {"quantization_config": {"weight_block_size": [128, 128]}}}
+
+
+@pytest.mark.parametrize(
+    ("machine", "facts", "asked", "told"),
+    [
+        ("h200", BLOCKS, "flashinfer_deepgemm", ""),
+        ("b200", BLOCKS, "flashinfer_cutlass", ""),
+        ("b200", BLOCKS, "flashinfer_deepgemm", "it needs an NVIDIA Hopper GPU (compute capability 9.x), and"),
+        ("h200", BLOCKS, "flashinfer_cutlass", "it needs an NVIDIA Blackwell GPU (compute capability 10.x), and"),
+        ("cpu", BLOCKS, "flashinfer_cutlass", "and this model runs on the CPU; use auto"),
+        (
+            "h200",
+            BLOCKS | {"dtype": "float16"},
+            "flashinfer_deepgemm",
+            "computes in bfloat16 only, and this model in f",
+        ),
+        ("h200", {"quantization": "fp8", "config": {"a": 1}}, "flashinfer_deepgemm", "which this model does not have"),
+        ("h200", {"config": {"a": 1}}, "flashinfer_deepgemm", "which this model does not have"),
+        ("h200", BLOCKS, "triton", ""),
+    ],
+)
+def test_products_by_flashinfer_are_used_or_refused(machine: str, facts: dict[str, Any], asked: str, told: str) -> None:
+    args = Args.of(model_path="/models/small", fp8_gemm_backend=asked)
+    plan, builder = decide(args, Machine.named(machine), replace(ANY_MODEL, **facts))
+    assert told in builder.refusals.get("fp8_gemm_backend", "")
+    assert ("fp8_gemm_backend" in builder.refusals) == bool(told)
+    if not told:
+        assert plan.kernels.choices["matmul"] == BLOCK_PRODUCTS[asked].file
+
+
+@pytest.mark.parametrize(("machine", "name"), [("h200", "flashinfer_deepgemm"), ("b200", "flashinfer_cutlass")])
+def test_flashinfers_products_are_mentioned_where_they_are_possible(machine: str, name: str) -> None:
+    for facts, said in ((BLOCKS, True), ({"quantization": "fp8"}, False)):
+        plan, _ = decide(Args.of(model_path="/m"), Machine.named(machine), replace(ANY_MODEL, **facts))
+        assert plan.kernels.choices["matmul"] == "with_triton"
+        assert (f"--fp8-gemm-backend {name}" in plan.kernels.reasons["choices"]) == said
 
 
 def test_prompts_and_output_may_differ() -> None:

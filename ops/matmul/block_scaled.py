@@ -1,0 +1,40 @@
+"""Float8 weights with one scale per block of 128 x 128 numbers, for FlashInfer's products (DeepSeek's format)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.matmul.grouped import GroupedWeight
+from ops.matmul.with_triton import Packed, Parts, pack
+
+BLOCK = 128
+
+
+def block_scales(weight: GroupedWeight) -> Tensor | None:
+    """Return the scales of a float8 weight [..., O, I], float32 [..., ceil(O / 128), I / 128].
+
+    Returns None if the weight is not in float8, or if a block of 128 x 128 numbers has several scales.
+    """
+    if not weight.floating or weight.group != BLOCK:
+        return None
+    scales = weight.scales.float()
+    blocks = scales[..., ::BLOCK, :].contiguous()
+    repeated = blocks.repeat_interleave(BLOCK, dim=-2)[..., : scales.shape[-2], :]
+    return blocks if torch.equal(repeated, scales) else None
+
+
+def pack_blocks(weight: GroupedWeight, dtype: torch.dtype, *, multiple: int) -> Tensor | None:
+    """Return the weight [O, I], packed with one scale per block, for products in bfloat16.
+
+    Returns None for other weights, other dtypes, and if O is not a multiple of `multiple`.
+    """
+    if dtype != torch.bfloat16 or weight.codes.shape[-2] % multiple:
+        return None
+    scales = block_scales(weight)
+    return None if scales is None else pack(Parts(weight.codes.view(torch.float8_e4m3fn), scales))
+
+
+def has_blocks(weight: Tensor) -> bool:
+    """Return whether the weight is packed with one scale per block of outputs, not per output."""
+    return isinstance(weight, Packed) and weight.parts.scales.shape[-2] != weight.parts.codes.shape[-2]

@@ -1,0 +1,60 @@
+"""Products with block-scaled float8 weights by CUTLASS's kernels for Blackwell, through FlashInfer.
+
+Written for flashinfer-python 0.6.13. The rows of x are rounded to float8 with one scale per 128 inputs. Triton computes
+products with other weights.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.matmul import with_triton
+from ops.matmul.block_scaled import BLOCK, has_blocks, pack_blocks
+from ops.matmul.grouped import GroupedWeight
+from ops.matmul.triton_float8 import round_rows
+from ops.matmul.with_triton import prepare
+
+__all__ = ["linear", "logits", "prepare", "prepare_grouped", "row_group"]
+
+ROWS = 4  # the kernels compute multiples of this number of rows
+
+
+def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the packed weight (see `ops.matmul`)."""
+    packed = pack_blocks(weight, dtype, multiple=BLOCK)
+    return with_triton.prepare_grouped(weight, dtype) if packed is None else packed
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias (see `ops.matmul`)."""
+    if not has_blocks(weight):
+        return with_triton.linear(x, weight, bias)
+    out = _product(x, weight)
+    return out if bias is None else out.add_(bias)
+
+
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T (see `ops.matmul`)."""
+    return _product(x, weight) if has_blocks(weight) else with_triton.logits(x, weight)
+
+
+def row_group(weight: Tensor) -> int | None:
+    """Return the number of inputs per scale of rows that other kernels round (see `ops.matmul`)."""
+    return BLOCK if has_blocks(weight) else with_triton.row_group(weight)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    codes, scales, _ = weight.parts  # type: ignore[attr-defined]
+    rows = x if x.dim() == 2 else x.reshape(-1, codes.shape[1])  # a reshape would drop the rounding of `RoundedRows`
+    num_rows = len(rows)
+    numbers, row_scales = round_rows(rows if rows.stride(1) == 1 else rows.contiguous(), BLOCK)
+    if missing := -num_rows % ROWS:
+        numbers = F.pad(numbers.view(torch.uint8), (0, 0, 0, missing)).view(numbers.dtype)
+        row_scales = F.pad(row_scales, (0, 0, 0, missing))
+    run = import_module("flashinfer.gemm").gemm_fp8_nt_groupwise
+    out = run(numbers, codes, row_scales, scales, scale_major_mode="K", out_dtype=x.dtype)
+    return out[:num_rows].view(*x.shape[:-1], len(codes))
