@@ -23,8 +23,8 @@ class Outcome(StrEnum):
 class OptionSpec:
     """Metadata of one option. The option's type and default are those of its field in a group's dataclass.
 
-    The type determines how words of the command line are read. It is `bool`, `int`, `float`, `str` or `Json`. For
-    several values it is `tuple[X, ...]`. If the option may be unset, `| None` is added.
+    The type determines how words of the command line are read. The type is `bool`, `int`, `float`, `str` or `Json`, or
+    `tuple[X, ...]` for several values. If the option may be unset, `| None` is added.
     """
 
     help: str = field(kw_only=False)  # purpose, unit, and meaning of the default

@@ -32,7 +32,7 @@ def _likeness(wanted: str, name: str) -> float:
 
 
 def _shared_words(wanted: str, name: str) -> float:
-    """Return the share of the words that both names have, or 0 if they share too few words."""
+    """Return the number of common words divided by the number of all words; 0 if too few words are common."""
     mine, yours = (_words(each) for each in (wanted, name))
     shared = len(mine & yours)
     return shared / len(mine | yours) if shared > 1 or shared == len(mine) == len(yours) else 0

@@ -2,7 +2,7 @@
 
 Additional copies go to the experts with the largest load per copy, one at a time. The copies are then packed to ranks:
 the heaviest first, always to the lightest rank that has a free slot. The hierarchical form first packs groups of
-experts to nodes. DeepSeek's models route each token to few groups, so its tokens then stay within few nodes.
+experts to nodes. DeepSeek's models route each token to few groups, and therefore to few nodes.
 """
 
 from __future__ import annotations

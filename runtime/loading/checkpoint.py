@@ -29,7 +29,7 @@ DESCRIPTIONS = (
     "*.tiktoken",
 )
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-NUMPY_FOLDER = "np"  # folder beside the torch files that holds numpy copies of them
+NUMPY_FOLDER = "np"  # folder, beside the torch files, with numpy copies of the tensors
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 MAX_HEADER_BYTES = 100 * 2**20

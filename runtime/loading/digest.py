@@ -21,8 +21,8 @@ def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
     """Return the digest of the weights and settings that determine a model's keys and values.
 
     `path` is the checkpoint's folder or file. `known` is a cache file of digests, by path, size and modification
-    time. Files without an entry are read completely, and their digests are added to it. Blocks while it reads. Raises
-    OSError if a file cannot be read.
+    time. Checkpoint files without an entry are read completely, which blocks, and their digests are added to the cache
+    file. Raises OSError if a file cannot be read.
     """
     digest = blake2b(digest_size=16)
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if _counts(each))

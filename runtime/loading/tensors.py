@@ -142,7 +142,7 @@ class TensorFiles:
         return {name: reader.dtype(self._stored[name]) for name, reader in self._reader_of.items()}
 
     def where(self, names: Sequence[str]) -> str:
-        """Return the end of an error text: ", in FILES", and the names of these tensors in the files if they differ.
+        """Return the end of an error text: ", in FILES", and the tensors' stored names if these differ from `names`.
 
         If one of the tensors is missing, all files are listed.
         """

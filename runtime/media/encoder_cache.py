@@ -13,14 +13,14 @@ from runtime.media_source import Kind
 
 
 class EncodedBlock(NamedTuple):
-    """An encoded image, video or audio. It needs no further processor or encoder."""
+    """The result of processing and encoding an image, video or audio: its tokens and its vectors."""
 
     digest: bytes  # 256-bit hash of the pixels or samples and of the processor's parameters
     text: str  # replaces the placeholder in a prompt
     token_ids: NDArray[np.int64]  # tokens of `text`, [T]
     is_media: NDArray[np.bool_]  # [T], marks the tokens whose embeddings are `vectors`
     vectors: NDArray[np.float32]  # [N, W]
-    grids: Mapping[str, Any]  # tensors with the size of the image or video, which determine its positions
+    grids: Mapping[str, Any]  # tensors with the size of the image or video, from which positions are computed
     kind: Kind = "image"
     types: NDArray[np.int64] | None = None  # [N], token types for positions; None: `placement.TYPES[kind]` for all
 

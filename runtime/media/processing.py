@@ -36,7 +36,7 @@ PARTS: Mapping[Kind, Sequence[str]] = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
-FRAME_OPTIONS = ("fps", "num_frames")  # options that choose frames, before the processor gets them
+FRAME_OPTIONS = ("fps", "num_frames")  # options that select frames, which are applied before the processor runs
 FRAMES_PER_S = 2.0  # frames per second of a video, if the processor does not choose frames
 
 
@@ -48,7 +48,7 @@ class Processed(NamedTuple):
 
 
 class _Recording:
-    """A tokenizer that stores the text it encodes. It has all attributes of the real one."""
+    """A tokenizer that stores the text it encodes. Its other attributes are those of the processor's tokenizer."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -257,7 +257,7 @@ def _optional(name: str, path: Path) -> Any:
     auto = {"video_processor": AutoVideoProcessor, "feature_extractor": AutoFeatureExtractor}.get(name)
     try:
         return auto.from_pretrained(path, local_files_only=True) if auto is not None else None
-    except Exception:  # it may need any library
+    except Exception:  # this part of the processor may need any library
         return None
 
 

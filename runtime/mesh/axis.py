@@ -23,8 +23,9 @@ class Axis:
     """The ranks along one axis, as seen by one of them. Does not use torch's global process groups.
 
     Layers can hold an axis before `open`, and use it afterwards. All ranks must call the same methods in the same
-    order. On CUDA, a call is enqueued on the current stream. On a CPU, it returns when it is complete. On an axis of
-    one rank, collectives return their argument. Methods raise RuntimeError if another rank has died or timed out.
+    order. On CUDA, a call enqueues the collective on the current stream. On a CPU, a call returns when the collective
+    is complete. On an axis of one rank, collectives return their argument. Methods raise RuntimeError if another rank
+    has died or timed out.
 
     If the ranks' parts differ in size, `sizes` lists their first dimensions. Every rank must pass the same list. Parts
     may be empty.

@@ -1,7 +1,7 @@
 """All-reduce through symmetric memory: one kernel per rank reads the memory of all GPUs and adds.
 
 For the small tensors of a decode step, NCCL's latency exceeds the time to move and add the data. torch's kernel copies
-the rank's tensor into memory that the other GPUs can read, waits until they have done so too, and adds the tensors in
+the rank's tensor into memory that the other GPUs can read, waits until all ranks have copied, and adds the tensors in
 the order of the ranks. Every rank therefore gets the same bits. CUDA graphs can capture the kernel.
 """
 
@@ -23,7 +23,7 @@ class SymmetricSum:
     """Adds small tensors of all ranks of an axis. All GPUs must be in one machine and reach each other's memory."""
 
     def __init__(self, name: str, rank: int, size: int, store: Any, device: torch.device) -> None:
-        """Allocate the memory and exchange it through `store`. Blocks until all ranks have done so.
+        """Allocate memory that the other ranks can read, using `store`. Blocks until all ranks have done so.
 
         Raises RuntimeError if the GPUs cannot share memory, or if a test sum is wrong.
         """

@@ -183,7 +183,7 @@ class TokenMap(Weighted):
         yield Shard("d2t", self.offsets, 0, self.size, (None,), default=0.0)
 
     def prepare(self) -> None:
-        """Compute the ids. Raises CheckpointError if they are not ascending ids of the vocabulary."""
+        """Compute the ids. Raises CheckpointError unless the ids are ascending and in the vocabulary."""
         self.ids = torch.arange(self.size, device=self.offsets.device) + self.offsets
         ids = self.ids.cpu()
         if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= self.vocab_size:
@@ -195,7 +195,7 @@ def small_head(config: Config, build: Build) -> tuple[LMHead | None, TokenMap | 
     size = config.optional_integer("draft_vocab_size")
     if config.flag("shares_lm_head") or size is None:
         return None, None
-    # The LM head takes only its sizes from this embedding.
+    # This embedding is needed only for its sizes, which the LM head reads.
     sizes = Embedding("", size, config.hidden_size, build)
     head = LMHead("lm_head", sizes, build, tied=False)
     return head, TokenMap(size, config.vocab_size)

@@ -95,7 +95,7 @@ def _aligned(size: int) -> int:
 def _moved(tensor: Tensor, memory: Tensor, first: int) -> Tensor:
     """Return a tensor with the same shape, strides and attributes in the storage of `memory`.
 
-    `first` is the number of bytes by which its offset in `memory` exceeds its offset in the old storage.
+    `first` is added to the tensor's byte offset in its old storage.
     """
     start = first // tensor.element_size() + tensor.storage_offset()
     moved = torch.empty(0, dtype=tensor.dtype, device=memory.device)

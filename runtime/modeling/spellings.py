@@ -292,7 +292,7 @@ def chatglm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nemotron_nas(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set `num_key_value_heads`. Raises CheckpointError if it differs between layers with attention."""
+    """Set `num_key_value_heads`. Raises CheckpointError if the number differs between layers with attention."""
     blocks, heads = values.get("block_configs"), values.get("num_attention_heads")
     count = Fields(values, "config.json: ").integer("num_hidden_layers")
     if not isinstance(blocks, list) or not all(isinstance(each, Mapping) for each in blocks) or len(blocks) != count:
@@ -310,7 +310,7 @@ def nemotron_nas(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `text_config`, with outer values for missing fields. Without it, return all values."""
+    """Return the values of `text_config`, with outer values for missing fields, or all values without `text_config`."""
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):
         return dict(values)
@@ -324,7 +324,7 @@ def qwen3_vl(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_interleaved_axes(read: dict[str, Any]) -> dict[str, Any]:
-    """Set `mrope_interleaved` in the rope parameters: transformers' modules interleave axes even if it is missing."""
+    """Set `mrope_interleaved` in the rope parameters. If it is missing, transformers' modules interleave axes too."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := read.get(name), Mapping) and rope.get("mrope_section") is not None:
             read[name] = {**rope, "mrope_interleaved": True}

@@ -14,7 +14,7 @@ _BERT = {"hidden_act": "gelu", "max_position_embeddings": 512, "rms_norm_eps": 1
 
 
 def _bert(prefix: str, *, spelling: str | None = None, scores: bool = False) -> Entry:
-    """Return the entry of an encoder like BERT, which skips the heads of its pretraining."""
+    """Return the entry of an encoder like BERT. Tensors of the pretraining heads are not loaded."""
     unused = "cls|lm_head" if scores else "pooler|cls|lm_head"
     return Entry(
         "bert",

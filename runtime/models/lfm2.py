@@ -54,8 +54,8 @@ def convolution(at: Layer) -> ShortConvolution:
 def inner_size(config: Config) -> int:
     """Return the inner size of the MLP.
 
-    With `block_auto_adjust_ff_dim` it is two thirds of the configured size, times `block_ffn_dim_multiplier`, rounded
-    up to a multiple of `block_multiple_of`.
+    With `block_auto_adjust_ff_dim`, the size is two thirds of the configured size, times `block_ffn_dim_multiplier`,
+    rounded up to a multiple of `block_multiple_of`.
     """
     size = config.intermediate_size
     if not config.flag("block_auto_adjust_ff_dim"):

@@ -21,8 +21,8 @@ class IncrementalDecoder:
     the whole character is returned.
 
     `token_bytes` is None for tokenizers whose decoder looks at neighbouring tokens. With `skip_special_tokens`, the
-    special tokens in `shown_special_ids` are still shown. `spaces_between_special_tokens` has no effect, because no
-    tokenizer of transformers 5 inserts such spaces; it exists for the sampling parameter of this name.
+    special tokens in `shown_special_ids` are still shown. `spaces_between_special_tokens` is a sampling parameter that
+    has no effect, because no tokenizer of transformers 5 inserts such spaces.
     """
 
     __slots__ = ("_begun", "_first", "_held", "_rest", "_shared", "_skip", "_token_bytes", "_window")

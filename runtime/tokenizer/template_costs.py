@@ -121,7 +121,7 @@ def _to_json(
 
 
 def _depths(value: Any) -> float:
-    """Return the sum of the depths of all parts of a value. The cost of indenting the value is proportional to it."""
+    """Return the sum of the depths of all parts of a value. The time to indent the value is proportional to it."""
     total, rest = 0.0, [(value, 1)]
     while rest:
         part, depth = rest.pop()

@@ -250,7 +250,7 @@ def _literal(value: Any, num_bytes: int) -> Any:
 def _finalize(context: Any, value: Any) -> Any:
     """Bill a value that a template writes, and return it as text.
 
-    The parameter `context` is not used. It prevents jinja from calling the function at compile time.
+    The parameter `context` is not used. Its only purpose is that jinja does not call the function at compile time.
     """
     meter = _METER.get()
     meter.walk(value)

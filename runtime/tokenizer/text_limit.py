@@ -1,4 +1,4 @@
-"""Refuse texts that are far too long without encoding them, by a lower bound on their number of tokens."""
+"""Refuse texts that are far too long before they are encoded, by a lower bound on their number of tokens."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def _preferred(
 ) -> Decision[str]:
     """Return the first `PREFERRED` backend that is a default on this GPU and usable.
 
-    If there is none, return `otherwise`, with the reasons against the preferred backends added.
+    If there is none, return `otherwise` with a reason that also says why no preferred backend is used.
     """
     against = []
     for name in PREFERRED:

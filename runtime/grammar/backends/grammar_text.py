@@ -87,7 +87,7 @@ def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
 
 
 def _place(grammar: Grammar, rule: str) -> str:
-    """Return where a schema stands, for error messages. For structural tags, `rule` already says it."""
+    """Return the place of a schema in a grammar, for error messages. For structural tags, `rule` is the place."""
     return rule if grammar.kind == "structural_tag" else grammar.places.get(rule, f"{rule}/%json")
 
 

@@ -1,7 +1,7 @@
 """Structural tags: free text with tags that contain JSON or other constrained parts, converted to a Lark grammar.
 
 There are two forms. {"structures": [{"begin", "schema", "end"}], "triggers": [...]} is free text. When a trigger occurs
-in it, one of the structures whose `begin` starts with the trigger must follow. {"format": {...}} nests formats:
+in the text, a structure whose `begin` starts with this trigger must follow. {"format": {...}} nests formats:
 `const_string`, `json_schema`, `regex`, `any_text`, `tag`, `sequence`, `or`, `optional`, `star`, `plus`,
 `triggered_tags` and `tags_with_separator`.
 """
@@ -158,7 +158,7 @@ class _Writer:
         return f"({body})" if value.get("at_least_one") else f"({body})?"
 
     def _sequence(self, elements: Sequence[Any], place: str, end: Sequence[str], depth: int) -> str:
-        """Return Lark for a sequence. Free text in it ends where the fixed text of the next element begins."""
+        """Return Lark for a sequence. Free text in the sequence ends where the next element's fixed text begins."""
         parts: list[str] = []
         index = 0
         while index < len(elements):
@@ -191,7 +191,7 @@ class _Writer:
         first: bool = False,
         once: bool = False,
     ) -> str:
-        """Return Lark for free text in which each trigger starts one of the tags whose `begin` starts with it.
+        """Return Lark for free text with tags. A trigger in the text is the start of the `begin` of one of the tags.
 
         With `first`, the output begins with a tag. With `once`, the output ends after the first tag.
         """

@@ -284,7 +284,7 @@ class _Lane:
 
 
 def _goes_on(walk: DraftWalk, num_words: int) -> bool:
-    """Advance a walk, and return whether a mask must be computed for it. If the grammar fails, the walk ends."""
+    """Advance a walk. Return whether the new position needs a mask. If the grammar fails, end the walk."""
     try:
         return walk.go_on(num_words)
     except Exception as error:

@@ -61,7 +61,7 @@ class Position:
         self._is_free = self._marker is not None and self.opened_by is None
 
     def advance(self, output: Output) -> bool:
-        """Advance to the end of `output`. It must extend the output of the previous call, or begin anew.
+        """Advance to the end of `output`, which must either extend the output of the previous call or begin anew.
 
         Return whether the constraint has begun. Raises `ValueError` if the grammar does not allow the output.
         """
@@ -131,7 +131,7 @@ class Position:
         return True
 
     def _after_marker(self, new: list[int]) -> list[int]:
-        """Search the new tokens for the marker. If it is found, begin the constraint, and return the later tokens."""
+        """Search the new tokens for the marker. If it occurs, begin the constraint. Return the tokens after it."""
         marker = self._marker
         if marker is None or not self._is_free:
             self.matcher = self._compiled.copy()

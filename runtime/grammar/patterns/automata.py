@@ -1,7 +1,7 @@
 """Convert regular expressions to automata, for intersections, complements and disjoint partitions.
 
 The dialects ECMA-262 and Python differ, so each pattern has two readings. The narrow reading matches texts that match
-in both dialects. The wide reading matches texts that match in at least one dialect; in it, every character beyond ASCII
+in both dialects. The wide reading matches texts that match in at least one dialect; there, every character beyond ASCII
 counts as a digit and as a letter. If a text must not match a pattern, the wide reading is used, so that the text
 matches in neither dialect.
 """
@@ -258,7 +258,7 @@ def _automaton(readings: tuple[Reading, ...], count: Count) -> Automaton:
 
 @lru_cache(64)
 def _cached(readings: tuple[Reading, ...]) -> tuple[Automaton | None, int]:
-    """Return the automaton of several patterns, or None if it is too large, and the number of steps taken."""
+    """Return (automaton of all patterns, or None if it would be too large; number of steps taken)."""
     parts = _Parts()
     try:
         if sum(len(each.pattern) for each in readings) > MAX_LETTERS:

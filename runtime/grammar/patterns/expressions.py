@@ -102,9 +102,9 @@ def full(pattern: str) -> str:
 def rows(pattern: str, *, is_wide: bool) -> Iterator[tuple[bool, Row, bool]]:
     """Yield each alternative of a pattern as (is anchored at the start, nodes, is anchored at the end).
 
-    The nodes match texts that match in ECMA-262 and in Python. If `is_wide`, they match all texts that match in at
-    least one dialect, and possibly further texts beyond ASCII. The caller must consider that Python's `$` also matches
-    before a final line break. Raises `PatternError`.
+    The nodes match the texts that match in ECMA-262 and in Python. If `is_wide`, the nodes match all texts that match
+    in at least one dialect, and possibly further texts beyond ASCII. Python's `$` also matches before a final line
+    break; the caller must handle this. Raises `PatternError`.
     """
     inner, outer = (_WIDEST, _NARROW) if is_wide else (_NARROW, _WIDEST)
     dot = r"[^\n]" if is_wide else _DOT

@@ -1,7 +1,8 @@
 """Complements of JSON schemas, written with keywords that are enforced.
 
 The writer uses complements for `not`, `if` and `oneOf`. A complement never accepts a value that the schema accepts.
-It may also reject values that the schema rejects: the complement of `{"type": "integer"}` rejects all numbers.
+A complement may also reject values that the schema rejects: for example, the complement of `{"type": "integer"}`
+rejects all numbers.
 """
 
 from __future__ import annotations

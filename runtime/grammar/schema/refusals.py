@@ -106,7 +106,7 @@ def _reason(error: str) -> Reason:
 
 
 def _inside(references: References, pointer: str, reason: Reason) -> Iterator[str]:
-    """Yield the JSON pointers of the parts of the schema at `pointer`, and finally of its reference's target."""
+    """Yield the JSON pointers of the parts of the schema at `pointer`, and last that of its `$ref` target."""
     schema = references.resolve(pointer)
     if not isinstance(schema, dict):
         return
@@ -114,7 +114,7 @@ def _inside(references: References, pointer: str, reason: Reason) -> Iterator[st
     for keyword, value in schema.items():
         if isinstance(value, dict) and keyword in _MAPS:
             names: Sequence[str] = list(value)
-            if no_value:  # an optional property that no value satisfies can be omitted, so it is not the cause
+            if no_value:  # an optional property is not the cause, because an output can omit it
                 names = [name for name in names if name in schema.get("required", ()) and keyword == "properties"]
             yield from (f"{pointer}/{keyword}/{escaped(name)}" for name in names)
         elif isinstance(value, list) and keyword in _LISTS:

@@ -56,7 +56,7 @@ def texts(items: Schema, peek: Peek, depth: int = 0) -> tuple[str, ...] | None:
 
 
 def text_properties(items: Schema, peek: Peek, depth: int = 0) -> dict[str, tuple[str, ...]] | None:
-    """Return the properties that are always strings -> the results of `texts` for them, required properties first.
+    """Return name -> result of `texts` for the properties that are always strings. Required properties come first.
 
     Returns None if the schema may allow values other than objects.
     """

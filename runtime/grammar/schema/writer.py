@@ -1,9 +1,9 @@
 """Rewrite a JSON schema for a grammar library, or refuse it with the keyword and its place.
 
-llguidance ignores unknown keywords, and enforces some keywords only approximately. It also reads options from the
-schema (`x-guidance`), one of which makes it ignore keywords that are not implemented. Therefore the library never reads
-a client's schema. It reads a schema that is written here, with keywords whose enforcement is tested against a
-validator. Only references into the schema itself are followed.
+llguidance ignores unknown keywords, and enforces some keywords only approximately. A schema can also contain options
+for llguidance (`x-guidance`), one of which makes llguidance ignore keywords that are not implemented. Therefore
+llguidance never reads a client's schema. It reads the rewritten schema, which has only keywords whose enforcement is
+tested against a validator. Only references into the schema itself are followed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from runtime.loading.formats.stored import Derived, Read, Stored, first_of, requ
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NARROW = (*FLOAT8, torch.int8)
-FLOAT8_UNIT = 32  # number of inputs that float8 kernels multiply at a time; groups must be a multiple of it
+FLOAT8_UNIT = 32  # number of inputs that float8 kernels multiply at a time; group sizes must be multiples of it
 IN_WEIGHTS = ("weight_input", "weight_output")  # locations of rotations that stored weights already contain
 PACKED_FORMATS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # other layouts, not supported
 

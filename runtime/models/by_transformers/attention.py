@@ -1,7 +1,7 @@
 """Route the attention of transformers' modules to Penstock.
 
-All models share one attention function that is registered with transformers. It calls `penstock_attend`, an attribute
-of each module, so that a step needs no global state.
+All models share one attention function, which is registered with transformers. The function calls `penstock_attend`, an
+attribute of each module, so that a step needs no global state.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class TransformersEncoder(Decoder):
     """
 
     def __init__(self, model: Any, num_labels: int) -> None:
-        """Try the model on a short text; `num_labels` is 0 unless it is a classifier.
+        """Try the model on a short text. `num_labels` is 0 if the model is not a classifier.
 
         Raises CheckpointError if the model does not accept token ids as its only input.
         """

@@ -367,8 +367,8 @@ def quiet() -> Iterator[None]:
     """Suppress transformers' progress bars and warnings while a model is created, in one thread at a time.
 
     While transformers creates a model, it replaces functions of its classes and of torch (`tie_weights`,
-    `torch.linspace`) for the whole process. If a second thread created a model at the same time, its tied weights would
-    stay on the meta device. The log level also applies to the whole process.
+    `torch.linspace`) for the whole process. If a second thread created a model at the same time, the tied weights of
+    that model would stay on the meta device. The log level also applies to the whole process.
     """
     with CREATING:
         bars, level = transformers_log.is_progress_bar_enabled(), transformers_log.get_verbosity()

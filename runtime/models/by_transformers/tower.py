@@ -113,7 +113,7 @@ class MediaTower(nn.Module):
     def __init__(self, model: Any) -> None:
         """Take a transformers model, and remove its language model.
 
-        Raises CheckpointError if the language model is neither a direct child of the model's body nor its layers.
+        Raises CheckpointError unless the language model is a direct child of the model's body, or the body's layers.
         """
         super().__init__()
         name = type(model).__name__
@@ -136,7 +136,7 @@ class MediaTower(nn.Module):
             raise CheckpointError(f"{name}: images are not supported: its language model is not a part of its body.")
         self.body = body
         self.size = weight.shape[-1]
-        self.mutual = False  # whether tokens of one image attend to each other; `try_out` returns it
+        self.mutual = False  # whether tokens of one image attend to each other; set to the result of `try_out`
         self._takes = inspect.signature(body.forward).parameters
         self._rope_index: Any = getattr(body, "get_rope_index", None)
 
