@@ -48,7 +48,7 @@ class ModelPlan(Section):
     delete_after_loading: bool = False  # delete the checkpoint's files
     memory_saver: bool = False  # GPU memory can be released while the engine runs, so no graph may hold addresses in it
     state_dtype: str = "float32"  # dtype of recurrent states
-    always_absorbed: bool = False  # use absorbed latent attention for prompts too
+    always_absorbed: bool = False  # use the absorbed form of latent attention (MLA) for prompts too
     deterministic: bool = False  # results depend on the request alone; on a CPU it implies `always_absorbed`
     dependence: str | None = None  # reason why results may depend on other requests; None: they do not
     # Quantisation method that rounds the weights while they load; None: keep them.

@@ -21,7 +21,7 @@ def largest_rank(plan: LoraPlan) -> int:
     for source in plan.sources:
         try:
             ranks.append(read_config(Path(source.path)).rank)
-        except CheckpointError:  # not downloaded yet, or invalid: then the server will refuse to start
+        except CheckpointError:  # not downloaded yet, or invalid; with an invalid adapter, the start fails later
             continue
     return plan.max_rank or max(LEAST_MAX_RANK, *ranks, 1)
 

@@ -143,7 +143,7 @@ def _download(
 ) -> str:
     from tqdm import TqdmWarning
 
-    with warnings.catch_warnings():  # without ipywidgets, progress bars in a notebook are plain text, which is enough
+    with warnings.catch_warnings():  # no warning about missing ipywidgets: progress bars as plain text are enough
         warnings.simplefilter("ignore", TqdmWarning)
         from huggingface_hub import errors, snapshot_download
 

@@ -39,7 +39,7 @@ def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
     settings = (
         plan.load_format,
         plan.random_seed if plan.load_format == "dummy" else None,
-        secrets.token_hex() if plan.load_format == "remote_instance" else None,  # unique: the weights are in no file
+        secrets.token_hex() if plan.load_format == "remote_instance" else None,  # random: no file has the weights
         plan.dtype,
         plan.quantization,
         plan.kv_scales,

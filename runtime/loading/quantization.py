@@ -60,7 +60,7 @@ def _form(stated: Mapping[str, Any]) -> dict[str, Any]:
         packed = str(stated.get("packing_format") or "gptq").removeprefix("auto_round:")
         name = next((form for part, form in AUTO_ROUND.items() if part in packed), f"auto-round, {packed}")
         if packed in ("auto_round", "gptqmodel"):
-            more["checkpoint_format"] = "gptq_v2"  # this format stores zeros without GPTQ's offset of 1
+            more["checkpoint_format"] = "gptq_v2"  # stores zero points as they are; "gptq" subtracts 1
     if name == "gptq" and stated.get("checkpoint_format") == "marlin":
         name = "marlin"
     if name not in FORMATS:

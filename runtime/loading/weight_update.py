@@ -86,13 +86,13 @@ class LoadedWeights:
         self._mesh = mesh
         self._fixed = fixed
         self._scaled_cache = scaled_cache
-        self._is_loading = False  # whether the last `load` was neither accepted nor undone
+        self._is_loading = False  # whether `load` was called, and neither `loaded` nor `restore` since
         self._changed = False  # whether weights have changed since the last load began
-        self._backup: MemoryFile | None = None  # weights before a load or release, if they are in no checkpoint
+        self._backup: MemoryFile | None = None  # copy of weights that no checkpoint has, made before a load or release
         self._released = False
         self._staged: StagedWeights | None = None
         self._snapshot: dict[str, str] | None = None
-        self.unset: set[str] = set()  # tensors without values since a release that did not keep them
+        self.unset: set[str] = set()  # tensors that lost their values in a release, and have not been loaded since
         # Whether the weights are those of the source's files; False after `commit` and `fill_random`.
         self._from_files = source.plan.load_format != "remote_instance"
 
@@ -120,7 +120,7 @@ class LoadedWeights:
                 self._back_up()
             self._source = self._target(path, load_format)
             self._fill(self._source)
-        except Exception as error:  # not raised, so that the caller can let all ranks restore their weights
+        except Exception as error:  # returned as text: the caller then makes all ranks restore their weights
             logger.exception("The weights of %s were not loaded.", path)
             return {"error": _reason(error)}
         return {"error": None}
@@ -386,7 +386,7 @@ def _difference(ours: Decoder, theirs: Decoder) -> str | None:
         return "its layers differ"
     dtype = ours.dtype
     for (name, own), (_, other) in _pairs(ours, theirs):
-        if isinstance(own, Pooler):  # not compared: it is built from the facts, which are equal
+        if isinstance(own, Pooler):  # not compared: the pooler is built from the facts, which are equal
             continue
         if type(own) is not type(other):
             return f"{name} is a {type(other).__name__}, not a {type(own).__name__}"

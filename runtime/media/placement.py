@@ -30,7 +30,7 @@ def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[
     kinds: list[Kind] = [kind for kind, _ in items]
     for kind in dict.fromkeys(kinds):
         place, at = placeholders[kind], -1
-        # before the loop, which would be slow for a text with millions of placeholders
+        # Checked before the loop, because the loop is slow for a text with millions of placeholders.
         _check_count(text.count(place), kind, kinds, placeholders)
         while (at := text.find(place, at + 1)) >= 0:
             found.append((at, kind))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.media")
 
 MAX_HELD_BYTES = 512 * 2**20  # maximum bytes of images in memory, received in requests or fetched
-MAX_FETCHES = 16  # maximum number of images that are being fetched, or are fetched and not decoded
+MAX_FETCHES = 16  # maximum number of images that are being fetched, or are fetched and wait to be decoded
 MAX_COUNTED = 256  # maximum number of concurrent calls that only count tokens
 
 

@@ -32,7 +32,7 @@ from runtime.tokenizer.template_costs import (
     size_of,
 )
 
-MAX_SECONDS = 1.0  # processor time of this thread: wall-clock time would refuse chats on a busy machine
+MAX_SECONDS = 1.0  # limit on the thread's processor time; on a busy machine, less of it passes than wall-clock time
 MAX_BYTES = 64 * 1024 * 1024  # limit on the total size of all values that rendering creates, including freed ones
 STEP_BYTES = 64  # billed for every step, in addition to the size of its value
 CLOCK_STEPS = 16  # number of steps between two reads of the clock

@@ -14,7 +14,7 @@ from runtime.tokenizer.backend import Backend, FastBackend
 # Encoding needs about a hundred times the memory of the text. After texts of at least this size, free memory is
 # returned to the system (`give_back_memory`).
 LARGE_TEXT_BYTES = 256 * 1024
-CHARS_AT_ONCE = 65_536  # characters counted without releasing the GIL, which takes a tenth of a millisecond
+CHARS_AT_ONCE = 65_536  # number of characters counted at a time; counting them holds the GIL for 0.1 ms
 # Normalizer -> the largest factor by which it shrinks a text, in UTF-8 bytes. Other normalizers may drop any amount of
 # text.
 _NORMALIZERS = {"Prepend": 1, "Replace": 1, "ByteLevel": 1, "NFC": 3, "NFD": 1, "NFKC": 4, "NFKD": 4}

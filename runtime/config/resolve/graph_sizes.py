@@ -20,8 +20,8 @@ PROMPT_TOKENS = (
     *(8, 16, 32, 48, *range(64, 128, 16), *range(128, 256, 32)),
     *(*range(256, 1025, 64), *range(1280, 2049, 256)),
 )
-# Assumptions about a step without graphs, not measured: the time to launch one layer, and the share of the peak that
-# products of a few hundred rows reach.
+# Assumed (not measured) values for a step without graphs: the time to launch one layer, and the share of the GPU's peak
+# performance that matrix products of a few hundred rows reach.
 LAYER_LAUNCH_S = 250e-6
 PEAK_SHARE = 0.5
 # (compute capability, bfloat16 operations per second without sparsity), of a common GPU of this generation

@@ -24,14 +24,14 @@ from runtime.config.quantization import METHODS, TORCHAO
 from runtime.config.resolve.gpu_weights import experts_on_gpu, kept_on_gpu, products_on_gpu
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
-# dtype -> sets of x86 processor flags. A processor without all flags of at least one set cannot use oneDNN for the
-# dtype, or is slow with it.
+# dtype -> sets of x86 processor flags. For this dtype, oneDNN needs all flags of at least one set. On other processors,
+# oneDNN refuses the dtype or is slow.
 ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "float32": (frozenset({"avx2", "fma"}),),
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
 }
 CPP_DTYPES = ("float32", "bfloat16")
-# Processor flags without which the C++ kernels are slower than torch, by architecture.
+# Architecture -> processor flags that the C++ kernels need to be faster than torch.
 CPP_NEEDS: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset({"avx2", "fma"}),
     "aarch64": frozenset({"asimd"}),

@@ -157,7 +157,7 @@ class UniqueTexts:
         unused = [each for each in values if each[:-1] not in before]
         for text in (seen + b'"' for seen in alike):
             end = len(text)
-            if values:  # forbid each token after which no unused string is possible
+            if values:  # forbid tokens after which all possible strings have already been used
                 at = bisect_left(unused, text)
                 shared = max((_num_shared(text, each) for each in unused[max(at - 1, 0) : at + 1]), default=0)
                 end = min(max(shared, len(begun)) + 1, end)

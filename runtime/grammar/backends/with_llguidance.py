@@ -219,7 +219,7 @@ class LLGuidanceBackend:
         def refusal(schema: Any, pointer: str) -> str | None:
             try:
                 text = part_for_llguidance(schema, pointer, whitespace)
-            except InvalidGrammar:  # this part has an unsupported reference that no output needs
+            except InvalidGrammar:  # an unsupported reference in a part that outputs can omit
                 return None
             try:
                 self._background.submit(self._build, text, None).result()
@@ -274,7 +274,7 @@ class LLGuidanceBackend:
         for index, token_id in only_tokens(masks[rows]).items():
             if _is_special_text(ours[rows[index]].inner, token_id):
                 logger.warning("A grammar requires the text of a special token.")
-                masks[rows[index]] = 0  # an empty mask, so that the output fails instead of ending
+                masks[rows[index]] = 0  # no token is allowed, so the output fails and does not look complete
 
     def _compute(self, rows: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
         num_bytes = masks.shape[1] * masks.itemsize

@@ -19,7 +19,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import xgrammar  # pyright: ignore[reportMissingImports]
 
-# `minLength` and `maxLength` are missing: with them, xgrammar allows control characters in strings, which is not JSON.
+# `minLength` and `maxLength` are left out, because with them xgrammar allows control characters, which JSON forbids.
 ENFORCED = Enforced(
     {
         "null": frozenset(),

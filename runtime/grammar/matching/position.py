@@ -45,7 +45,7 @@ class Position:
         self.opened_by = opened_by
         self._must_begin = must_begin
         self._start()
-        self.slow = False  # whether masks take so long that other outputs must not wait for them
+        self.slow = False  # whether the slow thread computes this output's next mask, because the last one took long
         # Forced tokens may cause a second request while the first is pending. One thread must then complete both in
         # order. Only the event loop writes `num_submitted`; only the mask thread writes `num_done`.
         self.num_submitted = self.num_done = 0

@@ -31,7 +31,7 @@ _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
 _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACES + r"\x1c-\x1f\x85\x{feff}"}
 # `_WIDE` with all characters beyond ASCII in place of Unicode properties.
 _WIDEST = {"d": r"0-9\x{80}-\x{10ffff}", "w": r"0-9A-Za-z_\x{80}-\x{10ffff}", "s": _WIDE["s"]}
-# Characters that the grammars allow in no JSON string of an output: control characters without a short escape, because
+# Characters that JSON strings of an output may not contain: control characters without a short escape, because
 # \\u escapes are disabled (see `backends.grammar_text`), and DEL.
 UNWRITTEN = frozenset(map(chr, (*range(0x08), 0x0B, *range(0x0E, 0x20), 0x7F)))
 _NOTHING = r"[\x{0}\x{1}]"  # a class that never matches, because no JSON string has these characters

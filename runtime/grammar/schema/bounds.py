@@ -9,7 +9,7 @@ from typing import Any
 from runtime.grammar.schema.formats import INTEGER_BITS
 from runtime.grammar.schema.references import Unsupported
 
-MAX_EXACT = 2**53  # float64 does not distinguish all larger integers
+MAX_EXACT = 2**53  # up to this number, float64 represents every integer exactly
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Schema = dict[str, Any]
 

@@ -37,7 +37,7 @@ def complement(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0)
         return not schema
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         raise NoComplementError("schema")
-    peek(None)  # counts this call and raises if there are too many
+    peek(None)  # counts this call, and raises after too many calls
     parts: list[Schema] = []
     if "$ref" in schema:  # some drafts ignore keywords beside $ref, so only $ref is read
         return complement(peek({"$ref": schema["$ref"]}), peek, known, depth + 1)

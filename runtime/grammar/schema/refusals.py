@@ -123,7 +123,7 @@ def _inside(references: References, pointer: str, reason: Reason) -> Iterator[st
         elif keyword in _PARTS and (not no_value or (keyword == "items" and "minItems" in schema)):
             yield f"{pointer}/{keyword}"
     if "$ref" in schema:
-        with suppress(Unsupported):  # the reference is unsupported, but no output needs it
+        with suppress(Unsupported):  # an unsupported reference in a part that outputs can omit
             yield references.target(schema["$ref"], pointer)
 
 

@@ -58,7 +58,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "disallow": "",
     "divisibleBy": "use multipleOf",
 }
-# Keyword that is rewritten with other keywords if possible -> advice for the client if it is not possible.
+# Keyword that is rewritten with other keywords -> advice for the client if this is impossible.
 CONDITIONS: Mapping[str, str] = {
     "not": "",
     "if": "",

@@ -55,7 +55,7 @@ class Derived:
     """Map from a checkpoint's tensors to the model's. Tensors not named here are unquantised."""
 
     tensors: dict[str, DerivedTensor] = field(default_factory=dict)
-    # Stored tensors that derived tensors read, or that are not needed.
+    # Stored tensors that are not tensors of the model: derived tensors read them, or they are not needed.
     used: set[str] = field(default_factory=set)
     renamed: dict[str, str] = field(default_factory=dict)  # stored name -> the model's name
 

@@ -84,7 +84,7 @@ class TransformersDecoder(Decoder):
         self._stored_body = _StoredBody(attention.body(model))
         head = copy.copy(model)
         head._modules = {**model._modules, attention.body_name(model): self._stored_body}
-        self._head = (head,)  # a tuple, because the model's parameters are already registered
+        self._head = (head,)  # a tuple, so that the module does not register the model's parameters again
 
     def keep(self, stage: Stage) -> None:
         if not (stage.first and stage.last):
