@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 
 def chat_of(body: CountBody, *, label: str) -> ChatRequest:
-    """Return the chat of a body. Raises `InvalidRequest`, whose `param` is the invalid field."""
+    """Convert a body to a `ChatRequest`. Raises `InvalidRequest`, whose `param` is the invalid field."""
     messages = _system(body.system)
     for index, turn in enumerate(body.messages):
         messages += _turn(turn, f"messages.{index}")
@@ -148,7 +148,10 @@ def _assistant(blocks: Sequence[Block], path: str) -> Message:
 
 
 def _user(blocks: Sequence[Block], path: str) -> list[Message]:
-    """Return the messages of a user turn: one per tool result, and one for each run of other blocks between them."""
+    """Return the messages of a user turn.
+
+    Each tool result is one message. The other blocks before, between and after the results are joined to messages.
+    """
     messages: list[Message] = []
     parts: list[str | MediaSource] = []
     for index, block in enumerate(blocks):

@@ -1,4 +1,7 @@
-"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}}`. In a stream, the last event."""
+"""Errors in Anthropic's format, as a body or as the last event of a stream.
+
+The format is `{"type": "error", "error": {"type", "message"}}`.
+"""
 
 from __future__ import annotations
 

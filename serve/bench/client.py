@@ -63,9 +63,9 @@ class Connection(asyncio.Protocol):
         self.closed = False
 
     async def exchange(self, request: bytes) -> Response:
-        """Send `request` (a head with its body), and return the response when its last byte has arrived.
+        """Send `request` (headers and body), and return the response when its last byte has arrived.
 
-        Raises `ExchangeError`. Cancellation closes the connection.
+        Raises `ExchangeError` if no complete response arrives. Cancellation closes the connection.
         """
         if self._transport is None or self.closed:
             raise ExchangeError("the connection was closed")

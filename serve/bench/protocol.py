@@ -176,7 +176,7 @@ class Stamped(NamedTuple):
 
 
 def split_events(received: Iterable[Received]) -> list[Stamped]:
-    """Split a body into server-sent events, whose borders need not match the parts received.
+    """Split a body into server-sent events. A received part may contain several events, or only a part of one.
 
     Fields other than `data` are skipped. An incomplete event at the end is dropped, as the format's specification
     requires.

@@ -207,7 +207,7 @@ class Fields:
 
 @cache
 def _decoder(annotation: Any) -> Decoder:
-    """Return the function that decodes values of this annotation. Cached."""
+    """Return the function that decodes values of this annotation. Results are cached."""
     if annotation in _PLAIN:
         return _PLAIN[annotation]
     origin = get_origin(annotation)
@@ -324,7 +324,7 @@ def _refusing(mark: _Refused) -> Decoder:
 
 
 def _all_are(kind: type, values: list[Any]) -> bool:
-    """Whether all values have exactly this type. Other threads can run after each chunk of `AT_ONCE` values."""
+    """Whether all values have exactly this type. Checks `AT_ONCE` values at a time, so that other threads can run."""
     return all(set(map(type, values[start : start + AT_ONCE])) <= {kind} for start in range(0, len(values), AT_ONCE))
 
 
@@ -529,7 +529,7 @@ _WORDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a nu
 
 
 def _words(annotation: Any) -> str:
-    """Describe the annotation in error messages: "a string or a list"."""
+    """Return a description of the annotation for error messages, for example "a string or a list"."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_words(arg) for arg in args if arg is not type(None)))

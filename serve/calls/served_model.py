@@ -50,13 +50,13 @@ def adapters_of(model: ServedModel, lora_path: str | list[str | None] | None, co
 
 
 def check_model(core: EngineCore, model: str | None) -> None:
-    """Raise `NotFound` for a model that is not the base model."""
+    """Raise `NotFound` if `model` is not a name of the base model, unless the server ignores model names."""
     if model is not None and not core.plan.serve.ignore_model_name and model not in (*_base_names(core), ANY_MODEL):
         raise NotFound(missing(core, model), param="model")
 
 
 def with_adapter(requests: Sequence[Request], adapter: str | None) -> list[Request]:
-    """Return the requests with this adapter."""
+    """Return the requests with this LoRA adapter, or unchanged if it is None."""
     return [replace(request, lora=adapter) for request in requests] if adapter is not None else list(requests)
 
 

@@ -1,4 +1,4 @@
-"""The content of `/get_server_info` and `Engine.get_server_info`: the plan and the state of the engine."""
+"""The content of `/get_server_info` and `Engine.get_server_info`: resolved settings (`Plan`), and engine state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def info_of(core: EngineCore, version: str) -> dict[str, Any]:
-    """Return the whole plan as one flat object, and the state of the engine, without secrets.
+    """Return the resolved settings as one flat object, and the state of the engine, without secrets.
 
     All values are JSON values. `version` is Penstock's version.
     """
@@ -66,7 +66,7 @@ def vllm_config(core: EngineCore) -> dict[str, Any]:
 
 
 def by_option(plan: Plan) -> dict[str, Any]:
-    """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients expect.
+    """Map option names, for example `max_running_requests`, to the resolved values, as SGLang's clients expect.
 
     An option is left out if the plan has no value that corresponds to it.
     """

@@ -1,4 +1,4 @@
-"""The bodies of `/open_session` and `/close_session`, and of a request's `session_params`."""
+"""The bodies of `/open_session` and `/close_session`, and the field `session_params` of a request."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class SessionBody:
     drop_previous_output: bool = False  # whether to continue only that request's prompt, without its output
 
     def params(self) -> SessionParams:
-        """Return the parameters of the request."""
+        """Return these fields as the engine's `SessionParams`."""
         return SessionParams(self.id, self.rid, self.offset or 0, self.replace, self.drop_previous_output)

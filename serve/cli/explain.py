@@ -84,7 +84,7 @@ def as_json(rows: Sequence[Row], refusals: Sequence[str]) -> str:
 
 
 def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
-    """Return (facts, []) of the model, or (None, the reasons) if its configuration cannot be read."""
+    """Return the model's `ModelFacts` and [], or None and the reasons why its configuration cannot be read."""
     from runtime.loading.checkpoint import locate, stored_as  # slow to import
     from runtime.loading.facts import read_facts
 
@@ -96,7 +96,7 @@ def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
 
 
 def _adapter_slots(plan: Plan, facts: ModelFacts) -> Row:
-    """Return a row with the memory of the slots for LoRA adapters."""
+    """Return a row with the memory that the slots of LoRA adapters take."""
     from runtime.loading.adapter_memory import largest_rank, slots_bytes  # slow to import
 
     rank = largest_rank(plan.lora)

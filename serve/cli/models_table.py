@@ -118,7 +118,7 @@ def row(name: str) -> Row | None:
         return _of_family(name, entry)
     from runtime.models.by_transformers.facts import output_kind, usual_name
 
-    output = output_kind(usual_name(name))  # in transformers, PhiMoEForCausalLM is PhimoeForCausalLM
+    output = output_kind(usual_name(name))  # transformers writes PhiMoEForCausalLM as PhimoeForCausalLM
     if output is None:
         return None
     return Row(

@@ -1,4 +1,4 @@
-"""Access control: route scopes, API keys, browser origins, and caller data from headers.
+"""Access control: scopes of routes, API keys, browser origins, and data about the caller from headers.
 
 A route has one of three scopes. `PUBLIC` routes answer every client. `USER` routes require a key if keys are
 configured. `ADMIN` routes require an admin key. If no admin key is configured, admin routes answer only local requests,
@@ -40,7 +40,7 @@ PREFILLED = "x-penstock-prefilled"  # a router's header: a prefill server comput
 MAX_LABEL_CHARS = 128
 MAX_TRACE_CHARS = 512  # longer headers are ignored; W3C requires servers to propagate at least 512 characters
 
-ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # names of the keys set on the command line
+ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # client names of the keys of --admin-api-key and --api-key
 
 
 class RouteScope(StrEnum):
@@ -64,7 +64,7 @@ class AccessKey:
 
 
 class Access:
-    """Decides whether a request is admitted. `wants_key`: whether user routes refuse requests without a key."""
+    """Decides which requests are admitted. `wants_key`: user routes require a key."""
 
     def __init__(
         self,

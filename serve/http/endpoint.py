@@ -93,7 +93,7 @@ class LargeBodies:
         self.num_bytes = 0
 
     def add(self, num_bytes: int, body_bytes: int) -> None:
-        """Count bytes that arrived for a body that has `body_bytes` so far.
+        """Count `num_bytes` that arrived for a body, which now has `body_bytes` in total.
 
         Raises `Overloaded` if the body is large and the limit is exceeded.
         """
@@ -133,7 +133,7 @@ class Endpoint:
         try:
             with self.open_calls.slot(client, scope):
                 await self._answer(client, scope, receive, send)
-        except TooManyRequests as refused:  # raised before the answer begins, never by `_answer`
+        except TooManyRequests as refused:  # raised by `slot`, before the answer begins
             await self._send(self.error_format.response(refused), scope, receive, send)
 
     async def _answer(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:

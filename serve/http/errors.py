@@ -135,5 +135,5 @@ OPENAI = ErrorFormat(openai_body)
 
 
 def refusal_response(path: str, error: RequestError) -> Response:
-    """Return the response to a client that may not call `path`: in OpenAI's format below /v1, else in the native."""
+    """Return the error response to a client that may not call `path`, in OpenAI's format for /v1, else in SGLang's."""
     return (OPENAI if path.startswith("/v1/") else NATIVE).response(error)

@@ -151,17 +151,17 @@ def _message(role: Role, content: Expression | str | None) -> Expression:
 
 
 def system(content: Expression | str | None = None) -> Expression:
-    """Return a system message. Without content, return only its beginning."""
+    """Return a system message, or only its beginning if `content` is None."""
     return _message("system", content)
 
 
 def user(content: Expression | str | None = None) -> Expression:
-    """Return a user message. Without content, return only its beginning."""
+    """Return a user message, or only its beginning if `content` is None."""
     return _message("user", content)
 
 
 def assistant(content: Expression | str | None = None) -> Expression:
-    """Return a message of the model, whose content may be `gen`. Without content, return only its beginning."""
+    """Return an assistant message, whose content may be `gen`, or only its beginning if `content` is None."""
     return _message("assistant", content)
 
 

@@ -1,1 +1,1 @@
-"""Endpoints of the native API, which follow SGLang's, and of vLLM's and Vertex AI's APIs."""
+"""Endpoints of the native API, which is SGLang's, and of parts of vLLM's and Vertex AI's APIs."""

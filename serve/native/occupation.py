@@ -20,7 +20,7 @@ Body = TypeVar("Body")
 
 @decodes(MemoryBody)
 async def release_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Release the memory of weights and KV cache. Requests wait until all released memory is resumed."""
+    """Release the memory of weights and KV cache. Requests wait until all released memory is allocated again."""
     body = await read_optional(http, MemoryBody)
     await core.weights.release(tags_of(body.tags))
     return json_response(None)

@@ -61,7 +61,7 @@ async def tokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(DetokenizeBody)
 async def detokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the text of `tokens`, or a list of texts for a list of lists."""
+    """Return the text of the token ids in `tokens`, or a list of texts for a list of lists."""
     return json_response(await read_body(http, partial(_detokenize, core)))
 
 

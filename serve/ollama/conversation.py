@@ -15,13 +15,13 @@ from serve.ollama.schema import ChatBody, GenerateBody, Message, OllamaBody
 
 
 def chat_of(body: ChatBody) -> ChatRequest:
-    """Return the chat of a body. Raises `InvalidRequest`, whose `param` is the invalid field."""
+    """Convert a body of /api/chat to a `ChatRequest`. Raises `InvalidRequest`, whose `param` is the invalid field."""
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
     return _chat(body, messages, tools=body.tools or None)
 
 
 def chat_of_prompt(body: GenerateBody) -> ChatRequest:
-    """Return the prompt of /api/generate as a chat with one turn."""
+    """Convert a body of /api/generate to a `ChatRequest` with one user message."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     return _chat(body, [*system, {"role": "user", "content": _content(body.prompt, body.images, "images")}])
 

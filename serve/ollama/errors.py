@@ -1,4 +1,4 @@
-"""Errors in Ollama's format: `{"error": message}`. In a stream, the last line."""
+"""Errors in Ollama's format, `{"error": message}`, as a body or as the last line of a stream."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def _replicas(model: Model, args: Args, name: str) -> Application:
 
 
 def _num_gpus(args: Args, scaling: Scaling) -> float:
-    """Return the number of GPUs to reserve for a replica, whose ranks all run on one machine."""
+    """Return the number of GPUs to reserve for a replica: --num-gpus if set, else one per rank, or 0 on a CPU."""
     if scaling.num_gpus is not None:
         return scaling.num_gpus
     from ops.machine import Machine

@@ -106,7 +106,7 @@ class Ingress:
                 logger.warning("A replica ended before its answer began; the request goes to another one.")
                 continue
             response = StreamingResponse(_body(parts, scope["path"], dict(headers)), status_code=status)
-            response.raw_headers = [field for field in headers if field[0] != b"x-request-id"]  # Ray Serve adds it
+            response.raw_headers = [field for field in headers if field[0] != b"x-request-id"]  # Ray Serve adds its own
             return response
         return failure(KIND, 503, LOST, {"retry-after": "1"})
 
@@ -123,7 +123,7 @@ class Ingress:
         """Return the served name of the requested model, or of the first if none is named; None for unknown models."""
         first = next(iter(self._models))
         if len(self._models) == 1:
-            return first  # its server knows its adapters
+            return first  # the only model, whose server checks the names of adapters
         if model is None and path.startswith(f"{MODELS}/"):
             model = unquote(path.removeprefix(f"{MODELS}/"))
         if model in (None, ANY_MODEL):

@@ -57,7 +57,10 @@ class PenstockServer:
     """A replica of a model in Ray Serve LLM. It implements `LLMServerProtocol`."""
 
     async def __init__(self, llm_config: LLMConfig) -> None:
-        """Load the model. `llm_config.engine_kwargs` has Penstock's options. Raises `ConfigurationError`."""
+        """Load the model. `llm_config.engine_kwargs` has Penstock's options.
+
+        Raises `ConfigurationError` for options that cannot be satisfied.
+        """
         self._llm_config = llm_config
         self._server = LocalServer(words_of_config(llm_config))
         await self.start()
@@ -193,7 +196,10 @@ class PenstockServer:
 
     @classmethod
     def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
-        """Return the options of the deployment, with the GPUs of all ranks. Raises `ConfigurationError`."""
+        """Return the options of the Ray deployment, with GPUs for all ranks.
+
+        Raises `ConfigurationError` for unsupported fields and invalid options.
+        """
         parallel = Args.parse(words_of_config(llm_config)).parallel
         options = copy.deepcopy(llm_config.deployment_config)
         actor = options.setdefault("ray_actor_options", {})

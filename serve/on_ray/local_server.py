@@ -30,7 +30,7 @@ class LocalServer:
     """An engine and its HTTP application in a replica of Ray Serve."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Create the engine. `words` has its command-line options. Raises `ConfigurationError`."""
+        """Create the engine from command-line arguments. Raises `ConfigurationError` for invalid options."""
         self.engine = Engine.of(Args.parse(words))
         self.replica = serve.get_replica_context().replica_id.unique_id
         self._reporting: asyncio.Task[None] | None = None

@@ -37,11 +37,11 @@ class PrefixRouter(RequestRouter):
         return [[by_id[chosen]], *([by_id[each]] for each in others)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember which replica got the request. Ray Serve calls this."""
+        """Record which replica got the request. Ray Serve calls this for each request."""
         self._table.note(key_of(pending_request), replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica. Ray Serve calls this."""
+        """Remove a replica from the table. Ray Serve calls this when the replica has ended."""
         super().on_replica_actor_died(replica_id)
         self._table.keep([replica.replica_id for replica in self.curr_replicas.values()])
 

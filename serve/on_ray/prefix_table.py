@@ -1,4 +1,4 @@
-"""A table of which replica computed each recent prompt."""
+"""A table that records which replica computed each recent prompt."""
 
 from __future__ import annotations
 

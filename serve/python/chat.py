@@ -83,7 +83,7 @@ async def chat_stream(core: EngineCore, messages: Messages, options: Mapping[str
 
 
 def _read(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> tuple[ChatBody, str, PreparedChat]:
-    """Decode the arguments as a body of the HTTP API. Returns the body, the model's name and the request."""
+    """Decode the arguments like a body of the HTTP API. Returns (body, model's name, prepared chat)."""
     body, objects = _body(core, messages, options)
     model = choose_model(core, body.model)
     [adapter] = adapters_of(model, body.lora_path, 1)

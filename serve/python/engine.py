@@ -114,7 +114,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._forgotten: finalize[..., Engine] | None = None
         self._views: list[watch.Watch] = []
-        self.templates = RequestTemplates()  # for generations and programs
+        self.templates = RequestTemplates()  # shared by the requests of all generations and programs
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -271,7 +271,7 @@ class Engine:
         return results[0] if single else results
 
     async def async_generate(self, *args: Any, **options: Any) -> Any:
-        """Generate like `generate`, which SGLang calls `async_generate`. With `stream=True`, return a stream."""
+        """The same as `generate`, under SGLang's name. If `stream` is true, the result is a `Stream`."""
         return await self.generate(*args, **options)
 
     async def stream(
@@ -784,7 +784,7 @@ class EngineLife:
 
 
 class ForgottenEngine(UserWarning):
-    """An engine was garbage-collected while it was running."""
+    """The warning that an engine was garbage-collected while it was running."""
 
 
 def _warn_and_end(task: BackgroundTask) -> None:

@@ -498,7 +498,7 @@ class _Held:
         self._text_of = text_of
         self._request = request
         self._tokens: deque[Token] = deque()
-        self._num_free = 0  # number of characters of the held tokens whose text the engine has delivered
+        self._num_free = 0  # number of characters of the tokens in `_tokens` that the engine has delivered
 
     def after(self, chunk: Chunk) -> Iterator[Token]:
         """Add a chunk, and yield the tokens whose text has now been delivered."""
@@ -570,7 +570,8 @@ def _average(values: Iterable[float]) -> float:
 def _greedy(encoded: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> list[float]:
     """Return 1.0 for the choice that greedy decoding restricted to the choices finds, and 0.0 for the others.
 
-    Once a remaining choice ends, the remaining choice with the highest average log-probability wins.
+    At each position, only the choices with the likeliest token remain. If a remaining choice has no further token, the
+    remaining choice with the highest average log-probability is the result.
     """
     left, place = set(range(len(encoded))), 0
     while len(left) > 1:

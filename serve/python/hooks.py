@@ -69,7 +69,7 @@ def with_hook(requests: Sequence[Request], on_logits: OnLogits | None) -> Sequen
 
 
 class _TokenObserver:
-    """Passes the tokens of the requests with these labels, or of all requests, to a function."""
+    """Passes new tokens of the requests with these ids (`labels`), or of all requests, to a function."""
 
     def __init__(self, function: OnToken, labels: Collection[str] | None) -> None:
         self._function: OnToken | None = function
@@ -94,7 +94,7 @@ class _TokenObserver:
 
 
 def observe_tokens(core: EngineCore, function: OnToken, labels: Collection[str] | None) -> Callable[[], None]:
-    """Call `function` with the new tokens of requests with these labels (None: of all requests).
+    """Call `function` with the new tokens of requests with these ids (`labels`), or of all requests for None.
 
     Returns a function that removes the hook.
     """

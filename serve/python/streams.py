@@ -36,7 +36,7 @@ class Stream:
 
     def __await__(self) -> Generator[Any, Any, Self]:
         return self
-        yield  # makes this a generator that ends at once
+        yield  # never reached; makes this function a generator, which ends immediately
 
     async def aclose(self) -> None:
         """End the stream and abort its unfinished requests."""

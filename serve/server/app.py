@@ -1,4 +1,4 @@
-"""The web application: the routes, and the middleware around them."""
+"""The web application: the table of all routes, and the middleware."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
     large_bodies = LargeBodies(max(MAX_LARGE_BYTES, plan.max_body_bytes or 0))
 
     async def refusal(request: HttpRequest, error: Exception) -> Response:
-        """Answer unknown paths and methods. Clients without a key get the same refusal as for known paths."""
+        """Answer a request for an unknown path or method. Clients without a key are refused as on known paths."""
         try:
             access.admit(request.scope, USER)
         except RequestError as refused:
@@ -258,9 +258,10 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Let browsers show answers to pages of these origins. Without origins, only the chat page is allowed.
+    """Return the middleware with which browsers let pages of these origins read answers (CORS).
 
-    Credentials are not allowed, so pages must not use cookies or client certificates, even if every origin is allowed.
+    Without origins, only the server's own pages can read answers. Credentials (cookies, client certificates) are not
+    allowed, even if every origin is.
     """
     if not origins:
         return []

@@ -16,7 +16,7 @@ from serve.server.shutdown import Signals
 
 
 class HttpServer:
-    """All routes of the server on a port of this machine, in the process that uses the engine from Python.
+    """Serves all routes on a port of this machine, in the process that also uses the engine from Python.
 
         async with http_server(engine, port=8000) as server: print(server.url)
         server = await http_server(engine)      # in a notebook; `await server.stop()` in a later cell
@@ -63,7 +63,7 @@ class HttpServer:
         engine = self._async_engine
         with bind(self._host, self._port) as listening:
             signals = Signals()
-            signals.forced.set()  # do not wait at the end for clients that do not read
+            signals.forced.set()  # at the end, do not wait for clients that read slowly
             server = Server(uvicorn_config(engine.core), signals)
             async with background_tasks(server.serve(sockets=[listening]), _ended(engine)) as (serving, ended):
                 while not server.started and not serving.done():  # noqa: ASYNC110, uvicorn has no event

@@ -1,11 +1,10 @@
-"""One HTTP connection: uvicorn's protocol with limits on the size of a request's head and on time.
+"""One HTTP connection: uvicorn's protocol, with limits on the size of a request's head (its headers) and on time.
 
 Without the limits, a malicious client could occupy memory and connections forever: with a header that never ends, a
 body that never arrives, or an answer that it never reads.
 
-Some clients offer to upgrade to another protocol (Java's client offers HTTP/2 to every server). These requests are
-answered as if they had no offer, as RFC 9110, 7.8 allows. Clients of HTTP/1.0 get streams that end with the connection
-(RFC 9112, 6.1).
+Some clients offer to upgrade to another protocol (Java's client offers HTTP/2 to every server). The offer is ignored,
+as RFC 9110, 7.8 allows. For clients of HTTP/1.0, a stream ends when the connection is closed (RFC 9112, 6.1).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from serve.http.errors import Failure, openai_body
 
 MAX_HEAD_BYTES = 64 * 1024
 FIELD_BYTES = 4  # bytes of a header field in addition to its name and value: colon, space, end of line
-HEAD_S = 10.0  # time limit for a request's head, from the connection's start or from the head's first byte
-BODY_S = 30.0  # time limit for `BODY_BYTES` of the body to arrive; it then starts again
+HEAD_S = 10.0  # time limit in seconds for a request's head, from the connection's start or the head's first byte
+BODY_S = 30.0  # seconds within which each further `BODY_BYTES` of the body must arrive
 BODY_BYTES = 1_000_000
-STALL_S = 30.0  # the connection is closed if the client reads nothing of its answer for this long
+STALL_S = 30.0  # the connection is closed if the client reads nothing of its answer for this many seconds
 # Limits on the rest of a body that a client still sends after it got its answer. The connection closes if one of them
 # is exceeded.
 LINGER_S, LINGER_BYTES = 10.0, 32 * 1024 * 1024
@@ -40,7 +39,7 @@ LINGER_S, LINGER_BYTES = 10.0, 32 * 1024 * 1024
 class _AnswerTransport:
     """The transport of one request-response cycle. Its `close` calls `Connection.close_after_answer`.
 
-    It refers to the connection weakly.
+    The reference to the connection is weak.
     """
 
     __slots__ = ("_connection", "is_closing", "write")
@@ -66,11 +65,11 @@ class Connection(HttpToolsProtocol):
     stall_s = STALL_S
     linger_s = LINGER_S
 
-    _plain_head = b""  # the head of a request that offers an upgrade, without the offer, to be parsed again
+    _plain_head = b""  # head to parse again, from which the offer of an upgrade was removed
     _num_unparsed = 0  # bytes since the parser last completed a head or body part
-    _num_head_bytes = 0  # bytes of the request's target and fields, including those of a trailer
-    _num_body_bytes = 0  # bytes of the body since its time limit last started
-    _num_lingered = -1  # bytes dropped after the last answer; -1: received bytes are not dropped
+    _num_head_bytes = 0  # size in bytes of the request's target, headers and trailers
+    _num_body_bytes = 0  # bytes of the body that arrived since the time limit `BODY_S` last started
+    _num_lingered = -1  # number of bytes dropped after the last answer; -1: bytes are not being dropped
     _cycles: tuple[RequestResponseCycle, ...] = ()  # requests without a complete answer, including pipelined ones
     _arrival: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
@@ -133,7 +132,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        """Answer invalid HTTP in the format of all other errors, and close the connection."""
+        """Answer invalid HTTP with an error in OpenAI's format, and close the connection."""
         body = orjson.dumps(openai_body(Failure(status, InvalidRequest.kind, message)))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -154,13 +153,13 @@ class Connection(HttpToolsProtocol):
         self._count_head(len(name) + len(value) + FIELD_BYTES)
 
     def _count_head(self, num_bytes: int) -> None:
-        """Stop the parser with an exception if the head is too large. A large head may arrive in a single read."""
+        """Count bytes of the head. Raises `ValueError`, which stops the parser, if the head is too large."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise ValueError("The head is too large.")
 
     def on_headers_complete(self) -> None:
-        if self._num_lingered >= 0:  # ignore pipelined requests that follow the dropped body
+        if self._num_lingered >= 0:  # ignore further requests after the body that is dropped
             return
         self._num_unparsed = self._num_body_bytes = 0
         if self.parser.should_upgrade():  # the parser now stops, and `_feed` parses `_plain_head` instead

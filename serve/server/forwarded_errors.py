@@ -18,16 +18,17 @@ _NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 
 
 def error_response(path: str, failure: Failure) -> Response:
-    """Return the answer to a request for `path`."""
+    """Return the error response to a request for `path`, in the format of the path's API."""
     return Response(
         _body(path, failure), status_code=failure.status, media_type="application/json", headers=failure.headers
     )
 
 
 def error_end(path: str, failure: Failure, before: bytes = b"") -> bytes:
-    """Return the bytes that end a started stream. It must consist of whole lines so far.
+    """Return the bytes that end a started stream with an error. The stream must so far consist of whole lines.
 
-    `before` has its last lines, from which the events of `/v1/responses` continue their numbers.
+    `before` has the last lines of the stream. In `/v1/responses`, the error event gets the number that follows the last
+    event in these lines.
     """
     if path.startswith("/api/"):
         return _body(path, failure) + b"\n"

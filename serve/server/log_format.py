@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(args: Args) -> None:
-    """Configure the logging of the server's process. An `Engine` in Python leaves logging to its user."""
+    """Configure the logging of the server's process. An `Engine` used from Python does not configure logging."""
     logging.addLevelName(TRACE, "TRACE")
     level = args.observe.log_level.upper()
     level_http = (args.observe.log_level_http or args.observe.log_level).upper()
@@ -78,8 +78,8 @@ class PathOnly(logging.Filter):
 class CalmLog(logging.Filter):
     """A filter that limits repeated warnings and errors.
 
-    It passes at most `MAX_ALIKE` records with the same unformatted text per `WINDOW_S` seconds. The first record of the
-    next window says how many were dropped.
+    At most `MAX_ALIKE` records with the same unformatted text pass in `WINDOW_S` seconds. The next record that passes
+    says how many were dropped.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: the routes and their bodies, from the declarations that decode the bodies."""
+"""`/openapi.json` and `/docs`: describe the routes and bodies, from the dataclasses that decode the bodies."""
 
 from __future__ import annotations
 
@@ -126,7 +126,10 @@ def _operation(route: RouteSpec, method: str, path: str, schemas: Json) -> Json:
 
 
 def schema_of(annotation: Any, schemas: Json) -> Json:
-    """Return the JSON schema of an annotation of `serve.calls.decode`. Dataclasses are added to `schemas`."""
+    """Return the JSON schema of an annotation that `serve.calls.decode` supports.
+
+    The schemas of dataclasses are added to `schemas`, and referred to.
+    """
     names = {
         bool: "boolean",
         int: "integer",

@@ -49,10 +49,10 @@ SWITCH_S = 0.0002
 def run(args: Args) -> int:
     """Serve until a signal, and return the exit status.
 
-    The first SIGTERM, SIGINT or SIGHUP refuses new requests and lets running requests finish for `--shutdown-timeout`
-    seconds. The status is then 0. A second signal ends running requests with an error within a second. The status is
-    then 128 + the number of the signal, as it is for a signal during the start. If the engine fails, the server ends
-    with status 1. Raises `ConfigurationError` for options that cannot be satisfied on this machine.
+    After the first SIGTERM, SIGINT or SIGHUP, new requests are refused, running requests have `--shutdown-timeout`
+    seconds to finish, and the status is 0. A second signal ends running requests with an error within a second, and the
+    status is 128 + the signal's number. The status is the same for a signal during the start. If the engine fails, the
+    status is 1. Raises `ConfigurationError` for options that cannot be satisfied on this machine.
     """
     configure_logging(args)
     args = with_torchrun(args, os.environ)
@@ -66,7 +66,7 @@ def run(args: Args) -> int:
 async def _main(args: Args) -> int:
     signals = Signals()
     check_access(args)
-    # Check this file before a model is loaded.
+    # Raises for an invalid file before the model is loaded.
     read_prompt(args.debug.debug_tensor_dump_input_file)
     with signals.caught(), bind(args.http.host, args.http.port) as listening:
         try:
@@ -131,9 +131,9 @@ async def _drain(core: EngineCore, signals: Signals, engine_ended: asyncio.Task[
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that closes its connections in bounded time.
+    """A uvicorn server that closes its connections in bounded time at the end.
 
-    It logs its address when it is ready, and leaves signals to `Signals`.
+    It logs its address when it is ready. `Signals` handles signals.
     """
 
     def __init__(self, config: uvicorn.Config, signals: Signals) -> None:
@@ -181,7 +181,7 @@ class Server(uvicorn.Server):
 
 
 class Linger:
-    """Tracks for how long each client has read nothing of its answer."""
+    """Measures how long each client has read nothing of its answer."""
 
     def __init__(self) -> None:
         self._seen: dict[Connection, tuple[int, float]] = {}
@@ -243,7 +243,7 @@ def read_prompt(path: str | None) -> tuple[int, ...] | None:
 
 
 async def warm_up(core: EngineCore) -> None:
-    """Generate a few tokens, so that the first request does not wait for one-time work."""
+    """Generate a few tokens, so that one-time work is done before the first request arrives."""
     num_new = 0 if core.plan.model.is_embedding else WARM_UP_TOKENS
     if core.plan.cache.role == "prefill":
         num_new = 1
@@ -289,10 +289,10 @@ def _loop_factory() -> Any:
 def tune_interpreter() -> None:
     """Prevent Python's own work from delaying tokens. Call it only in the server's process.
 
-    Objects that exist now live as long as the process, so the garbage collector stops tracking them. This includes a
-    few hundred unreachable objects, because collecting them would take 0.1 s. A thread that computes in Python (for
-    example to decode a body) releases the interpreter lock to the event loop within 0.2 ms instead of 5 ms. The loop
-    needs the lock again after each system call.
+    The garbage collector stops tracking all objects that exist now, because they live as long as the process. This
+    includes a few hundred unreachable objects, whose collection would take 0.1 s. The interpreter's switch interval is
+    reduced from 5 ms to 0.2 ms: the event loop needs the GIL again after each system call, and another thread, for
+    example one that decodes a body, then releases it sooner.
     """
     gc.freeze()
     sys.setswitchinterval(SWITCH_S)

@@ -18,7 +18,7 @@ FORCED_S = 1.0  # seconds from the second signal to the end of the process, even
 
 
 class Signals:
-    """The signals received so far. A first signal during the start cancels the start."""
+    """Receives the process's signals. A first signal during the start cancels the start."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()  # set by the first signal; running requests may finish
@@ -46,7 +46,7 @@ class Signals:
                 signal.signal(number, signal.SIG_IGN)
 
     def arrived(self, number: int) -> None:
-        """Handle one signal."""
+        """Handle one signal: request a graceful end, or force the end if one was already requested."""
         self.number = number
         if not self.requested.is_set():
             self.requested.set()
@@ -59,7 +59,7 @@ class Signals:
 
 
 def _is_ignored_hangup(number: signal.Signals) -> bool:
-    """Whether the server was started to survive its terminal, for example with nohup."""
+    """Whether the signal is SIGHUP and the process ignores it, for example because of nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 

@@ -53,6 +53,6 @@ MISSING = {path: what for table in (GENERATING, CONTROL, OLLAMA) for path, (_, w
 
 
 async def answer(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Raise `NotSupported`."""
+    """Raise `NotSupported`, whose message names the missing feature."""
     missing, semicolon, instead = MISSING[http.url.path].partition(";")
     raise NotSupported(f"{missing}: this server does not support it yet{semicolon}{instead}.")

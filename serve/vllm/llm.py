@@ -218,7 +218,7 @@ class LLM:
                 param="chat_template",
             )
         seconds = [data_2] if isinstance(data_2, str) else list(data_2)
-        calls: list[tuple[str, list[str]]]  # each a query and the texts to compare it with
+        calls: list[tuple[str, list[str]]]  # (query, texts to compare with it)
         if isinstance(data_1, str) or len(data_1) == 1:
             query = data_1 if isinstance(data_1, str) else data_1[0]
             calls = [(query, seconds[at : at + MAX_AT_ONCE]) for at in range(0, len(seconds), MAX_AT_ONCE)]
@@ -255,7 +255,7 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Release the memory of weights and KV cache until `wake_up`.
 
-        Level 0 releases nothing and only pauses generation. Level 1 keeps a copy of the weights in host memory. Level 2
+        Level 0 releases nothing and only pauses generation. Level 1 keeps the weights in a temporary file. Level 2
         discards the weights; after `wake_up`, load them with `engine.update_weights_from_disk`. Raises `InvalidRequest`
         for another level.
         """

@@ -82,7 +82,7 @@ class LLMEngine:
                 async with aclosing(outputs):
                     async for output in outputs:
                         self._arrived.put(output)
-            except Exception as error:  # for the caller of `step`
+            except Exception as error:  # raised later, by `step`
                 error.add_note(f"It was raised by request {request_id!r}.")
                 self._running.discard(request_id)
                 self._arrived.put(error)

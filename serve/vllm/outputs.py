@@ -26,7 +26,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One output of a prompt, complete or so far.
+    """One output of a prompt, complete or as far as it is generated.
 
     `logprobs` has one dict per token, which maps the ids of the chosen token and of the most likely tokens to their
     `Logprob`. `cumulative_logprob` is the sum over the chosen tokens. Both are None unless `logprobs` was set.

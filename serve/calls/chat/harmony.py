@@ -63,7 +63,7 @@ def _read_message(
     without_recipient = header.replace(recipient[0], "", 1) if is_call and recipient is not None else header
     if any(
         map(str.isalnum, _HEADER_WORDS.sub("", without_recipient))
-    ):  # unexpected text in the header is passed on, so that no output is lost
+    ):  # unexpected text in the header becomes content or reasoning
         (output.reasoning if is_reasoning else output.content)(header)
     if is_call and recipient is not None:
         output.start(recipient[1])

@@ -23,7 +23,7 @@ class ParserSettings:
 
     reasoning: ReasoningFormat | None = None
     is_open: bool = False  # whether the output begins inside the reasoning block
-    close_id: int | None = None  # the token that ends the reasoning block; None unless it is a single token
+    close_id: int | None = None  # id of the closing mark of the reasoning block, or None if it is no single token
     open_id: int | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
@@ -92,7 +92,7 @@ class OutputParser:
         return [event for event in events if not isinstance(event, Reasoning)]
 
     def feed_chunk(self, chunk: Chunk) -> list[ChatEvent]:
-        """Feed a chunk of an output stream, and count its reasoning tokens."""
+        """Parse a chunk of an output stream, count its reasoning tokens, and return the new events like `feed`."""
         final = chunk.finish is not None
         events = self.feed(chunk.text, final=final)
         if self._counter is not None:

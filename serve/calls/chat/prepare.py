@@ -34,7 +34,7 @@ class PreparedChat:
 
     request: Request
     settings: ParserSettings
-    top_logprobs: int | None = None  # as in `ChatRequest`
+    top_logprobs: int | None = None  # see `ChatRequest`
     prompt_logprobs: int | None = None
     legacy_calls: bool = False
 

@@ -16,7 +16,7 @@ NEAR_END = 4096  # number of characters at the end of a prompt that `_ends_with`
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """The marks around the reasoning block with which an output may begin."""
+    """The marks that open and close the reasoning block, with which an output may begin."""
 
     open: str
     close: str

@@ -183,7 +183,11 @@ def _schema_of(wanted: Grammar | None) -> str | None:
 
 
 def _reasoning(text: TokenizerPlan, chat: ChatRequest, prompt: str) -> ReasoningFormat | None:
-    """Return the reasoning format, or None if the output has no reasoning, or nothing needs it to be separated."""
+    """Return the format of the reasoning block that the parser must find, or None.
+
+    None: the model has no reasoning format, the prompt already closes the block, or neither the client nor the parser
+    of tool calls needs the block to be found.
+    """
     form = REASONING_FORMATS.get(text.reasoning_parser or "")
     if form is None or (not chat.separate_reasoning and text.tool_call_parser is None):
         return None

@@ -12,7 +12,7 @@ MODES = ("none", "auto")
 
 
 def is_legacy(body: ChatBody) -> bool:
-    """Return whether the body offers functions. The answer then has `function_call` in place of `tool_calls`.
+    """Return whether the body uses `functions` or `function_call`. The answer then has `function_call` too.
 
     Raises `InvalidRequest` if the body also offers tools.
     """

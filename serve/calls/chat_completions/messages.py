@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
-    """Return the chat that the body requests.
+    """Convert the body to a `ChatRequest`.
 
     `objects` are images, videos and audio from Python, to which URLs in the body refer. Raises `InvalidRequest`, whose
     `param` is the path of the invalid field.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Body = TypeVar("Body", bound=OpenAIBody)
 
 _SCHEMA = frozenset({"name", "schema", "strict", "description"})
-_FORMAT = _SCHEMA | {"type", "json_schema"}  # some clients omit "json_schema"
+_FORMAT = _SCHEMA | {"type", "json_schema"}  # some clients send the schema's fields next to "type"
 _TOOL = frozenset({"type", "function", "cache_control"})
 _FUNCTION = frozenset({"name", "description", "parameters", "strict", "return", "response"})
 

@@ -41,7 +41,7 @@ class GenerateAnswers:
         self._times: Sequence[RequestTimes | None] = ()
 
     def follow(self, streams: Sequence[OutputStream]) -> None:
-        """Report the predicted and the measured time to first token of these streams in the `meta_info` of outputs."""
+        """Add these streams' predicted and measured times to first token to the `meta_info` of ended outputs."""
         self._times = [stream.times for stream in streams]
 
     def whole(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ class GenerateAnswers:
         )
 
     def _tail(self, request: Request, number: int) -> bytes:
-        """Return the last bytes of each event of this choice."""
+        """Return the bytes with which each event of this choice ends: id, weight version and index."""
         names = orjson.dumps({"id": request.label, "weight_version": self._weight_version})[1:]
         index = b',"index":%d' % number if self._indexed else b""
         return names + index + b"}\n\n"

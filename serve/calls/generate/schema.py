@@ -78,7 +78,7 @@ class GenerateBody:
     log_metrics: bool = True  # whether the request metrics count this call
     input_embeds: NotBuilt = None
     image_data: Any = None  # an image or a list of images; for a batch, a list with one of these per prompt
-    video_data: Any = None  # as image_data
+    video_data: Any = None  # like image_data
     audio_data: Any = None
     modalities: list[Modality] | Modality | None = None  # "video" is refused for frames in image_data
     return_hidden_states: bool | list[bool] = False  # requires --enable-return-hidden-states; not with stream

@@ -37,7 +37,7 @@ class RerankBody:
     truncate: bool | None = None
     user: str | None = None
     truncate_prompt_tokens: Literal[-1] | None = None  # vLLM's name of truncate
-    max_tokens_per_doc: NotBuilt = None  # the fields from here on belong to other servers' rerank APIs
+    max_tokens_per_doc: NotBuilt = None  # this field and those below are fields of other servers' rerank APIs
     max_chunks_per_doc: NotBuilt = None
     rank_fields: NotBuilt = None
     use_activation: Literal[True] = True

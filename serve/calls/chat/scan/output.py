@@ -132,7 +132,7 @@ class Output:
             self.arguments("{}")
 
     def end(self) -> None:
-        """Complete the answer."""
+        """End the answer. White space at its end is written if the answer has no calls, and dropped otherwise."""
         if not self.num_calls:
             for space in self._space:
                 self._write(Content, space)

@@ -16,7 +16,10 @@ _NOT_NEWLINE = re.compile(r"[^\n]")
 
 
 class Marks:
-    """Texts to search for. Raises `ValueError` if one text is a prefix of another, so that each match is final."""
+    """A set of marks, which are delimiter texts such as <tool_call>, to search for.
+
+    Raises `ValueError` if one text is a prefix of another: a complete match is then final.
+    """
 
     __slots__ = ("_initials", "_pattern", "_texts", "longest")
 
@@ -30,11 +33,11 @@ class Marks:
         self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def find(self, text: str, start: int, end: int = sys.maxsize) -> re.Match[str] | None:
-        """Return the first complete mark in the text between `start` and `end`."""
+        """Return the match of the first complete mark in the text between `start` and `end`, or None."""
         return self._pattern.search(text, start, end)
 
     def at(self, text: str, start: int) -> re.Match[str] | None:
-        """Return the mark at `start`."""
+        """Return the match of a mark that begins at `start`, or None."""
         return self._pattern.match(text, start)
 
     def may_begin(self, text: str, start: int) -> bool:
@@ -113,7 +116,7 @@ class Source:
         return char
 
     def skip(self, *, only_newlines: bool = False) -> Reader[None]:
-        """Consume white space."""
+        """Consume white space, or only line breaks if `only_newlines` is true."""
         pattern = _NOT_NEWLINE if only_newlines else _NOT_SPACE
         while True:
             match = pattern.search(self._text, self._at)

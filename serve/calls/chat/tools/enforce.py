@@ -174,7 +174,7 @@ def _calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str])
 
 
 def _before(form: ToolFormat, tool: Tool, choice: ToolChoice) -> str:
-    """Return the text before a call's arguments, without its final white space if free text follows."""
+    """Return the text before a call's arguments, without white space at its end if the arguments are free text."""
     before = form.rendered(tool.name)[0]
     is_free = form.arguments == "tags" and not (choice.must_call or tool.strict)
     return before.rstrip() if is_free else before
@@ -315,7 +315,7 @@ def _in_python_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: l
     A bracket begins a call only if a tool's name and a parenthesis follow.
     """
     names = "|".join(_escaped(tool.name) for tool in choice.tools)
-    # In bare formats, a brace begins a call in JSON.
+    # In formats whose calls need no opening mark, a brace begins a call in JSON.
     text = r"(\s*[^\s{](?s:.*))?\s*" if form.bare else "(?s:.*)"
     rules.append(f"FREE: /{text}/" + _without([rf"\[\s*({names})\("]))
     rules.append('listed: further "]"')
@@ -358,7 +358,7 @@ def _thinking(think: ReasoningFormat | None, marks: Marks, rules: list[str]) -> 
         return ""
     close = think.close.strip()
     if close not in marks.ids:
-        return ""  # no reasoning is allowed, because no single token closes it
+        return ""  # allow no reasoning block, because its closing mark is not a single token
     rules.append(f"think: {marks.terms(think.open.strip())} THOUGHT {marks.terms(close)}")
     rules.append("THOUGHT: /(?s:.*)/" + _without([_escaped(close)]))
     return "think?"

@@ -41,7 +41,7 @@ class ToolFormat:
     call_open: tuple[str, ...] = ()
     call_close: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()  # marks between two calls
-    bare: bool = False  # whether a call without a mark may begin the output
+    bare: bool = False  # whether the output may begin with a call without an opening mark
     # For grammars: the text before and after the arguments of a call to the named tool.
     rendered: Callable[[str], Rendered]
     # For grammars: the text before the first call, between two calls, and after the last call.

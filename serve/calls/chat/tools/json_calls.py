@@ -131,7 +131,7 @@ def read_arguments(context: CallContext) -> Reader[bool]:
     if first == "{":
         return (yield from read_value(source, output.arguments, context.ends))
     if not first or context.ends.may_begin(first, 0):
-        return bool(first)  # no arguments: the text ends (False), or the call does (True)
+        return bool(first)  # there are no arguments: the text ends (False), or the call ends (True)
     pieces: list[str] = []
     is_whole = yield from read_value(source, pieces.append, context.ends)
     output.arguments(_as_object("".join(pieces)) if is_whole else "".join(pieces))
