@@ -94,7 +94,8 @@ async def background_tasks(
     """Run coroutines as tasks while the block runs. When the block ends, cancel the remaining tasks.
 
     Every HTTP request uses this instead of an anyio task group. A group costs as much time as reading the request, and
-    each task that it cancels leaves a reference cycle, which keeps the request's memory until a garbage collection.
+    each task that a group cancels leaves a reference cycle, which keeps the request's memory until a garbage
+    collection.
     """
     tasks = tuple(asyncio.create_task(coroutine) for coroutine in coroutines)
     try:

@@ -107,7 +107,7 @@ Answer = Mapping[str, Any]  # text, output_ids, meta_info, as in the native API
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]:
     """Return (the benchmark's options, the engine's options) of a command line. Invalid options are rejected.
 
-    If both have an option of the same name (for example --seed), it sets only the benchmark's option.
+    If both have an option of the same name (for example --seed), its value applies only to the benchmark.
     """
     from runtime.config import Args
 

@@ -139,7 +139,7 @@ def _read(number: int, line: bytes, url: str | None, max_line_bytes: int) -> tup
 
 
 async def _ask(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[dict[str, Any], bool]:
-    """Send a request, and return its response in the format of a batch line, and whether it succeeded.
+    """Send a request. Return (response in the format of a batch line, whether the request succeeded).
 
     Waits and sends the request again while the server is busy.
     """

@@ -57,8 +57,8 @@ def max_body_bytes(plan: Plan, *, takes_ids: bool, takes_tensors: bool = False) 
 async def off_loop(work: Callable[[], T], *, small: bool, large: bool = False) -> T:
     """Call `work`, in a thread unless it is `small`, and return its result.
 
-    If small `work` raises `TakesLong`, `work` is called again in a thread. Therefore it must have no side effects. At
-    most `LARGE_THREADS` threads of an event loop do `large` work at a time.
+    If small `work` raises `TakesLong`, `work` is called again in a thread. Therefore `work` must have no side effects.
+    At most `LARGE_THREADS` threads of an event loop do `large` work at a time.
     """
     if small:
         with suppress(TakesLong):

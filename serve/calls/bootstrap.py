@@ -1,7 +1,7 @@
 """Read the `bootstrap_*` fields, with which SGLang's routers name the prefill server of a request.
 
 Such a router sends the same body to a prefill server and to a decode server. The prefill server computes the prompt and
-one token. The decode server waits for the KV cache pages of the prompt, which it finds by a hash of their tokens.
+one token. The decode server waits for the KV cache pages of the prompt, and finds them by a hash of the tokens.
 Therefore `bootstrap_room`, a number that identifies the request, is checked but not used.
 """
 

@@ -1,4 +1,4 @@
-"""Context variables of a request: the client that sent it, and data from its HTTP headers."""
+"""Context variables: the client whose HTTP request the task answers, and data from the request's headers."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ class _MismatchError(Exception):
     def closeness(self) -> tuple[bool, int, int]:
         """Sort key for the mismatches of a union's members. The union reports the mismatch with the largest key.
 
-        The largest key has a value of the right type that is outside its limits. Next come errors at later list items
-        before errors at earlier items, and at the same item deeper errors before shallower ones.
+        A value of the right type outside its limits has the largest key. Of other mismatches, an error at a later list
+        item has a larger key, and at the same item an error at a deeper level.
         """
         outermost = self.trail[-1] if self.trail else "-1"
         index = int(outermost) if outermost.removeprefix("-").isdecimal() else 0

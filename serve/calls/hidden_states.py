@@ -1,4 +1,4 @@
-"""Hidden states in answers: the output of the final norm, one vector for each token that the model has computed."""
+"""Hidden states in answers: the output of the model's final norm, one vector per computed token."""
 
 from __future__ import annotations
 

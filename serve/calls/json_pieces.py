@@ -50,7 +50,7 @@ _LARGE: ContextVar[list[Any] | None] = ContextVar("penstock_large_values", defau
 def freed_when_refused(work: Callable[[], T]) -> T:
     """Return `work()`. If it raises `RequestError`, free the values that `loads` returned, `FREED_VALUES` at a time.
 
-    Without this, the event loop would free millions of values at once when it drops the error. The error's traceback is
+    Otherwise the event loop would free millions of values at once when the error is dropped. The error's traceback is
     removed, because its frames refer to the values. `work` must have no side effects.
     """
     large: list[Any] = []

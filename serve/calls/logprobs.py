@@ -55,8 +55,8 @@ def with_top(logprobs: Logprobs, num_top: int) -> Logprobs:
 def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: one entry per token, None for the first token.
 
-    An entry maps token ids, as text, to `{logprob, rank, decoded_token}`. The prompt's own token comes first. If it is
-    not among the n best tokens, its rank is n + 1, which is a lower bound.
+    An entry maps token ids, as text, to `{logprob, rank, decoded_token}`. The prompt's own token comes first. If
+    this token is not among the n best tokens, its rank is n + 1, which is a lower bound.
     """
     found: list[dict[str, Any] | None] = []
     for index, (value, token_id) in enumerate(logprobs.chosen):

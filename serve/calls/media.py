@@ -126,7 +126,7 @@ async def num_tokens(
 def native_media(values: Mapping[Kind, Any], count: int, *, is_batch: bool) -> list[tuple[MediaSource, ...]]:
     """Return the media of each of `count` prompts, from SGLang's fields `image_data`, `video_data` and `audio_data`.
 
-    A value is an item or a list of items. For a batch, a value is a list with one item, list of items or None per
+    A value is an item or a list of items. For a batch, a value is a list with one of these, or None, per
     prompt. From Python, a video may be a list of frames; it must then be inside a list of videos.
     """
     columns = [_by_prompt(value, kind, count, is_batch=is_batch) for kind, value in values.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Embeddings of prompts: check that the model computes them, and shorten them to a number of dimensions."""
+"""Embeddings of prompts: check that the model computes embeddings, and shorten embeddings to `dimensions`."""
 
 from __future__ import annotations
 

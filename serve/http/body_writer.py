@@ -14,7 +14,7 @@ BODY_WRITER = "penstock.body_writer"  # key in the scope of every request
 
 
 class BodyWriter:
-    """Writes parts of a streamed body directly to the connection, without ASGI's `send`, a coroutine call per part.
+    """Writes parts of a streamed body directly to the connection, which costs less than ASGI's `send` coroutine.
 
     The reference to uvicorn's request-response cycle is weak, because the cycle has the scope, and the scope has this
     object.
@@ -27,7 +27,7 @@ class BodyWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether a part can be written now: a body is being streamed and the client reads fast enough."""
+        """Whether `write` may be called now: a body is being streamed, and the client reads fast enough."""
         cycle = self._cycle()
         if cycle is None or cycle.disconnected or cycle.response_complete:
             return False

@@ -144,7 +144,7 @@ def _read_score(core: EngineCore, raw: bytes) -> tuple[ScoreBody, str, list[Requ
 
 
 def usage_of(answers: Answers) -> dict[str, int]:
-    """Return the `usage` of the prompts.
+    """Return the `usage` object with the number of prompt tokens.
 
     Output tokens do not count, because they are generated only for their log-probabilities.
     """

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Call(NamedTuple):
-    """A decoded and checked call. `request` is None if the body has no prompt, which only asks to load the model."""
+    """A decoded and checked call. `request` is None if the body has no prompt: it only asks to load the model."""
 
     model: str
     stream: bool

@@ -151,7 +151,7 @@ class PenstockServer:
             raise RuntimeError("The cache was not emptied: requests are running or waiting.")
 
     async def sleep(self, tags: list[str] | None = None, level: int = 1) -> None:
-        """Release the memory of the weights and the KV cache, or of the one that `tags` names.
+        """Release the memory of "weights" and "kv_cache", or only of the kinds in `tags`.
 
         Level 1 keeps the weights in files, and level 2 discards them. Raises `InvalidRequest` for another level.
         """

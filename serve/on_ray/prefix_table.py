@@ -26,8 +26,8 @@ class PrefixTable(Generic[R]):
     def choose(self, key: PromptKey, loads: Mapping[R, int]) -> R | None:
         """Return the replica for the request with this key, or None if there are no replicas.
 
-        This is the replica of the session, otherwise the replica that computed the longest prefix of the prompt. If
-        there is no such replica, or it is too busy, it is a random one of the least busy replicas. `loads` maps each
+        A session's replica is chosen first, then the replica that computed the longest prefix of the prompt, unless
+        this replica is too busy. Otherwise a random one of the least busy replicas is chosen. `loads` maps each
         available replica to its number of requests in progress.
         """
         if not loads:

@@ -470,8 +470,8 @@ class Engine:
         """Call `function(ids, logits)` before each token of every later request, including HTTP requests.
 
         `function` changes the logits as `on_logits` of `generate` does. If a request has its own `on_logits`, that
-        function is called after this one. If `function` raises, the request whose logits it got ends with an error;
-        other requests continue. Returns a function that removes this hook. Raises `InvalidRequest` if another hook is
+        function is called after this one. If `function` raises, only the request whose logits it received ends,
+        with an error. Returns a function that removes this hook. Raises `InvalidRequest` if another hook is
         active.
         """
         if not callable(function):

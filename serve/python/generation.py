@@ -399,8 +399,8 @@ class Generation:
     async def tool(self, call: Awaitable[Result], *, warm_s: float = WARM_S) -> Result:
         """Await `call`, for example a tool call, and keep this generation's KV cache pages in the cache meanwhile.
 
-        For up to `warm_s` seconds, the pages count as recently used, so that pages of others are evicted first. They
-        are still evicted if requests need all memory.
+        For up to `warm_s` seconds, the pages count as recently used, so that pages of others are evicted first.
+        If requests need all memory, these pages are evicted too.
         """
 
         async def touch() -> None:
@@ -485,7 +485,7 @@ class Generation:
         return request
 
     def _check_idle(self) -> None:
-        """Register the begin of a call or change. Raises `InvalidRequest` if another call is running."""
+        """Begin a call or change, and count it. Raises `InvalidRequest` if another call is running."""
         if self._busy:
             raise InvalidRequest("This generation is being continued by another call; fork it to do both.")
         self._turn += 1

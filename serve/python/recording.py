@@ -9,7 +9,9 @@ from runtime.replay.timeline import Lifetime, Step, as_svg, read_timeline
 
 
 class Recording:
-    """The timeline of a schedule record: `Recording("run.record")`. An engine with `record="run.record"` writes it.
+    """The timeline of a schedule record, a file that an engine with `record="run.record"` writes.
+
+        Recording("run.record")
 
     A notebook shows the timeline as a plot: when each request waited, was prefilled and decoded, and how many tokens
     each step computed. `requests` and `steps` contain the times. The record is read once; for later entries, create a

@@ -115,7 +115,7 @@ async def _serve(engine: Engine, signals: Signals, listening: socket.socket) -> 
 async def _drain(core: EngineCore, signals: Signals, engine_ended: asyncio.Task[None]) -> None:
     """Refuse new requests, and wait for the running requests.
 
-    Returns when all requests have ended, when the timeout has passed, when a second signal arrives, or when the engine
+    Returns when all requests have ended, after the timeout (--shutdown-timeout), at a second signal, or when the engine
     ends.
     """
     timeout_s = core.plan.serve.shutdown_timeout_s
@@ -187,7 +187,7 @@ class Linger:
         self._seen: dict[Connection, tuple[int, float]] = {}
 
     def stalled_for(self, connection: Connection) -> float:
-        """Return for how many seconds the client has read nothing, as far as earlier calls have observed it."""
+        """Return the seconds since an earlier call last saw that the client had read something."""
         unsent, now_s = connection.num_unsent_bytes, time.monotonic()
         before, since_s = self._seen.get(connection, (unsent + 1, now_s))
         if unsent < before:

@@ -73,7 +73,7 @@ class AsyncLLM:
     async def pause_generation(self, *, mode: str = "abort") -> None:
         """Pause generation between two steps.
 
-        The mode "abort" aborts all requests, "wait" lets them finish first, and "keep" holds them until
+        The mode "abort" aborts all requests, "wait" lets them finish first, and "keep" continues them after
         `resume_generation`. Raises `InvalidRequest` for another mode.
         """
         if mode not in MODES:

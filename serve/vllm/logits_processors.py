@@ -128,7 +128,7 @@ def hook_of(processors: Sequence[type[LogitsProcessor]], params: SamplingParams,
 
 
 class _Hook:
-    """Hook that calls the processors of one request, which it creates when the first logits arrive."""
+    """Calls the processors of one request. The processors are created when the first logits arrive."""
 
     def __init__(self, processors: Sequence[type[LogitsProcessor]], params: SamplingParams, prompt: list[int]) -> None:
         self._classes = processors

@@ -67,7 +67,7 @@ class PartAssembler:
         self._is_open = False
 
     def feed(self, events: Iterable[ChatEvent]) -> list[PartEvent]:
-        """Return the part events (`Opened`, `Grown`, `Closed`) that these chat events cause."""
+        """Add chat events, and return the part events (`Opened`, `Grown`, `Closed`) that they cause."""
         part_events: list[PartEvent] = []
         for event in events:
             match event:

@@ -148,8 +148,8 @@ def counted_prompt(core: EngineCore, chat: ChatRequest) -> CountedPrompt:
 def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str]], None] | None:
     """Return a function that takes a prompt as a list of texts, and raises if it certainly exceeds the context.
 
-    It is called before the texts are joined, so that a prompt that is too long is not copied. Returns None if prompts
-    that are too long are truncated, or if the tokenizer has no limit for texts.
+    `render` calls this function before it joins the texts, so that a prompt that is too long is not copied. Returns
+    None if prompts that are too long are truncated, or if the tokenizer has no limit for texts.
     """
     limit = core.tokenizer.text_limit if core.tokenizer is not None else None
     if limit is None or core.plan.serve.allow_auto_truncate or chat.keep_last is not None:

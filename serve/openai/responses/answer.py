@@ -178,7 +178,7 @@ class Response:
                 return {**common, "type": "function_call", **named}
 
     def content(self, part: Part, *, empty: bool = False) -> dict[str, Any]:
-        """Return the only content part of a text or reasoning item."""
+        """Return the content part of a text or reasoning item, without its text if `empty` is true."""
         text = "" if empty else part.text
         if part.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}

@@ -1,4 +1,4 @@
-"""Calls in Python syntax: [find(city="Paris", limit=3), stop()]."""
+"""Reader of calls in Python syntax, for example [find(city="Paris", limit=3), stop()]."""
 
 from __future__ import annotations
 
