@@ -34,7 +34,7 @@ class SessionBody:
     rid: str | None = None  # the request to continue; None: start with no tokens
     # number of leading tokens of that request to keep; None or 0: all; negative: number to drop at the end
     offset: Annotated[int, Range(-(2**31), 2**31 - 1)] | None = None
-    replace: bool = False  # whether to forget the requests after `rid`, or all requests
+    replace: bool = False  # whether to remove the requests after `rid` from the session, or all if `rid` is None
     drop_previous_output: bool = False  # whether to continue only that request's prompt, without its output
 
     def params(self) -> SessionParams:

@@ -92,7 +92,7 @@ class WeightsFromGroupBody:
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: Name | None = None
-    load_format: Literal["flattened_bucket"] | None = None  # one broadcast of all tensors' bytes
+    load_format: Literal["flattened_bucket"] | None = None  # if set, one broadcast has the bytes of all tensors
 
 
 @dataclass(slots=True, kw_only=True)

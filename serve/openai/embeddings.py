@@ -54,7 +54,7 @@ class EmbeddingBody:
     rid: Label | list[Label] | None = None
     lora_path: AdapterName | list[AdapterName | None] | None = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None  # vLLM's name of `truncate`; only -1
+    truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None  # vLLM's `truncate`; must be -1
     embed_dtype: Literal["float32"] = (
         "float32"  # this field and the next three are vLLM's; only their default behaviour is supported
     )

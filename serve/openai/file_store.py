@@ -131,7 +131,7 @@ class FileStore:
 
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
         """Return a new file object. The caller then writes the content to `path`, and calls `keep` or `discard`."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users may not read clients' files
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users must not read clients' files
         file_id = f"file-{uuid4().hex}"
         self._owners[file_id] = owner
         return FileObject(

@@ -130,7 +130,7 @@ class Generation:
         self.num_cached = 0  # prompt tokens of the last call that came from the prefix cache
         self._logprobs: dict[int, float] = {}  # index into `ids` -> log-probability of this generated token, if known
         self._heals = heal
-        self._branch = 0  # distinguishes the seeds of forks
+        self._branch = 0  # number from which seeds are derived; different in each fork
         self._busy = False
         self._turn = 0  # number of calls so far, with which a loop over tokens detects other calls
 

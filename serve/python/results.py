@@ -74,7 +74,7 @@ class Generated(Fields):
     output_ids: list[int]
     meta_info: Fields
     prompt: str | None  # the prompt, if it was given as a text; not a key, because the HTTP API does not return it
-    account: Account | None  # what the request cost; None before its end
+    account: Account | None  # the costs of the request; None before its end
 
     def __init__(self, values: Mapping[str, Any], *, prompt: str | None = None, account: Account | None = None) -> None:
         super().__init__(values)

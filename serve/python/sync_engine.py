@@ -76,7 +76,7 @@ class SyncEngine:
         self._at_exit: finalize[[], SyncEngine] | None = None
         self._starting = Lock()
         self._closed = False
-        self._posted: deque[Callable[[], None]] = deque()  # calls for the event loop
+        self._posted: deque[Callable[[], None]] = deque()  # functions to call on the event loop, in order
         self._woken = False  # whether the event loop will run the calls in `_posted`
 
     def __repr__(self) -> str:

@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
             self._arrival = None
 
     def _arrival_timed_out(self, delay_s: float) -> None:
-        if self._is_answering():  # reading may be paused until the current request is answered
+        if self._is_answering():  # uvicorn may have paused reading until the current request is answered
             self._watch_arrival(delay_s)
         else:
             self.transport.abort()

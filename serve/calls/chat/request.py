@@ -39,14 +39,14 @@ class ChatRequest:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     returns_hidden: bool = False  # whether the answer has the hidden state of the last token
-    experts_from: int | None = None  # the same as `Request.experts_from`
+    experts_from: int | None = None  # index of the first token whose routed experts are returned; None: no experts
     returns_ids: bool = False  # whether the answer has the ids of the prompt and the output
-    add_special_tokens: bool = False  # false, because the chat template writes the special tokens
-    keep_last: int | None = None  # the same as `Request.keep_last`
-    cut_output: bool = False  # the same as `Request.cut_output`
-    namespace: tuple[str | None, str | None] | None = None  # the same as `Request.namespace`
-    priority: int | None = None  # the same as `Request.priority`
-    service: Service = USUAL  # the same as `Request.service`
+    add_special_tokens: bool = False  # usually false, because the chat template writes the special tokens
+    keep_last: int | None = None  # number of tokens to keep at the end of the prompt; see `Request.keep_last`
+    cut_output: bool = False  # whether `max_new_tokens` is lowered to what fits into the context, instead of refused
+    namespace: tuple[str | None, str | None] | None = None  # (cache_salt, extra_key) of the prefix cache
+    priority: int | None = None  # None: the priority of the service tier, if any
+    service: Service = USUAL  # timeout, service tier and cache pin
     label: str = field(default_factory=lambda: uuid4().hex)
 
 

@@ -240,7 +240,7 @@ class ChatBody(OpenAIBody):
 
     messages: Annotated[list[Message], Length(1, MAX_MESSAGES)]
     rid: Label | None = None
-    lora_path: AdapterName | list[AdapterName | None] | None = None  # a list has one item
+    lora_path: AdapterName | list[AdapterName | None] | None = None  # a list must have one item
     cache_salt: Salt | None = None
     extra_key: Salt | None = None
     logprobs: bool = False
@@ -258,7 +258,7 @@ class ChatBody(OpenAIBody):
     max_thinking_tokens: ThinkingTokens | None = None
     thinking_token_budget: ThinkingTokens | None = None  # vLLM's name of max_thinking_tokens
     thinking: Thinking | None = None
-    enable_thinking: bool | None = None  # like the key of the same name in chat_template_kwargs
+    enable_thinking: bool | None = None  # sets the chat-template variable of the same name
     modalities: list[Literal["text"]] | None = None
     functions: list[dict[str, Any]] | None = None  # the older form of tools and tool_choice
     function_call: str | dict[str, Any] | None = None
@@ -270,7 +270,7 @@ class ChatBody(OpenAIBody):
     chat_template: NotBuilt = None
     documents: NotBuilt = None
     mm_processor_kwargs: dict[str, Any] | None = None  # options of the model's processor for images and videos
-    media_io_kwargs: NotBuilt = None  # vLLM: options for reading media; `mm_processor_kwargs` has the ones for videos
+    media_io_kwargs: NotBuilt = None  # vLLM's options for reading media; `mm_processor_kwargs` has those of videos
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # the chat template writes them
 
