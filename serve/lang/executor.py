@@ -190,7 +190,7 @@ class Executor:
     # --- generating ---
 
     def _ready(self) -> Generation:
-        """Return the generation, with all text so far appended."""
+        """Append the text collected so far to the generation, and return the generation."""
         if self._role not in (None, "assistant"):
             raise InvalidRequest(f"A {self._role} message cannot be generated; use assistant().")
         if self.messages and self._role is None:

@@ -32,7 +32,7 @@ class Signals:
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Handle the signals while the block runs."""
+        """Call `arrived` for each signal while the `with` block runs; ignore the signals afterwards."""
         loop = asyncio.get_running_loop()
         numbers = [number for number in NUMBERS if not _is_ignored_hangup(number)]
         for number in numbers:

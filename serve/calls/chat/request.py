@@ -51,7 +51,7 @@ class ChatRequest:
 
 
 def thinking_switch(enabled: bool) -> dict[str, bool]:
-    """Return the chat-template variables that switch reasoning on or off: Qwen's name and DeepSeek's name."""
+    """Return the chat-template variables that switch reasoning on or off, as Qwen and as DeepSeek templates name it."""
     return {"enable_thinking": enabled, "thinking": enabled}
 
 
