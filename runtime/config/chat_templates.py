@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from runtime.config.template_files import read_json
 from runtime.errors import ConfigurationError
 
-# Variables of chat templates that a request's own fields set.
+# Variables of chat templates that come from fields of a request. `chat_template_kwargs` may not contain them.
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 _TURNS = "{% for message in messages %}"
 # Sets `system` and `turns` (the other messages), for families that write the system message into a user's turn.

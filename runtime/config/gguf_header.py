@@ -23,7 +23,7 @@ MAGIC = b"GGUF"
 ALIGNMENT = 32
 MAX_ENTRIES = 2**20  # maximum number of tensors, and of metadata values
 MAX_KEPT = 2**21  # maximum length of a list; vocabularies are the longest lists
-MAX_DEPTH = 4  # depth of nested lists
+MAX_DEPTH = 4  # maximum depth of nested lists
 MAX_FILES = 1000
 _SCALARS = {
     0: "<B",

@@ -51,7 +51,7 @@ class Options:
     def __init__(self, args_class: type) -> None:
         self._by_name: dict[str, Option] = {}
         self._by_keyword: dict[str, Option] = {}
-        self._by_flag: dict[str, tuple[Option, bool]] = {}  # (option, negated)
+        self._by_flag: dict[str, tuple[Option, bool]] = {}  # flag -> (option, whether the flag is its `--no-` form)
         for option in _declared(args_class):
             self._add(option)
 

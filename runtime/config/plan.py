@@ -85,7 +85,8 @@ class CachePlan(Section):
     host_gb: int = 0  # size of the host tier per rank, in 10^9 bytes; 0: `host_ratio` decides
     write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
     copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
-    # "prefill" or "decode" if separate servers compute prompts and outputs; "replicas" if replicas of this server do.
+    # "prefill" or "decode" if separate servers compute prompts and outputs; "replicas" if separate replicas of this
+    # server do; "null": each replica computes both.
     role: str = "null"
     storage: str | None = None  # backend of the storage tier: "file" or "dynamic"; None: no storage at start
     prefetch_policy: str = "timeout"  # how long a request waits for pages from storage
@@ -100,12 +101,11 @@ class SchedulerPlan(Section):
     max_running: int
     max_queued: int
     max_queued_tokens: int = 2**23  # maximum number of tokens of all waiting prompts
-    owner_weights: Mapping[str, float] = field(
-        default_factory=dict
-    )  # weight of each API key's share of the rows; other keys have weight 1
+    # Name of an API key -> weight of its share of the rows; other keys have weight 1.
+    owner_weights: Mapping[str, float] = field(default_factory=dict)
     chunk_tokens: int | None  # maximum prompt tokens per step and per chunk; None: no chunked prefill
     max_prefill_tokens: int  # maximum prompt tokens per step; a single longer prompt may exceed it
-    policy: str  # "fcfs", "lpm", ...
+    policy: str  # order of the waiting requests: "fcfs", "lpm", ...
     mixed: bool  # whether a step may hold both prompts and decode rows
     overlap: bool  # launch step n+1 before the tokens of step n are known
     new_token_ratio: float  # initial share of a request's remaining output tokens for which admission reserves pages
@@ -173,7 +173,7 @@ class KernelPlan(Section):
     fallback: Mapping[str, str] | None = None
     # Whether requests are accepted while the C++ kernels compile. Until then, the kernels of `fallback` compute steps.
     in_background: bool = False
-    # Settings of the backends, by file.
+    # File of a backend -> its settings.
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # Backends by the names that the command-line options use: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
@@ -215,7 +215,8 @@ class DraftPlan(Section):
     """The model or draft head that proposes tokens for the served model to verify."""
 
     algorithm: str | None = None  # "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no draft model
-    path: str | None = None  # its folder or GGUF file; None: no draft model, or layers of the served model
+    # Folder or GGUF file of the draft model; None: no draft model, or draft layers in the served model's checkpoint.
+    path: str | None = None
     revision: str | None = None  # branch, tag or commit on the Hub
     token_map: str | None = None  # file with the ids of the tokens that a draft head proposes; None: all tokens
     # Relaxed acceptance in sampled rows (`worker.relaxed_acceptance`). A draft token to which the served model gives
@@ -284,7 +285,7 @@ class ParallelPlan(Section):
     nnodes: int = 1  # machines
     node_rank: int = 0  # index of this machine
     master_address: tuple[str, int] | None = None  # host and port of the first machine
-    store_port: int | None = None  # port at which the ranks find each other; None: any free port
+    store_port: int | None = None  # port of the ranks' rendezvous; None: any free port
     join_timeout_s: float = 600.0  # longest wait for all processes at start
 
     @property
@@ -377,8 +378,8 @@ class ServePlan(Section):
     log_level_http: str
     log_json: bool = False
     skip_warmup: bool
-    input_file: str | None = None  # token ids to compute once; then the server exits
-    cache_report: bool  # fill usage.prompt_tokens_details
+    input_file: str | None = None  # file with token ids: the server computes them once and exits
+    cache_report: bool  # report cached prompt tokens in usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
     model_sampling: bool = True  # whether the APIs take sampling defaults from generation_config.json
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
@@ -389,9 +390,9 @@ class ServePlan(Section):
     chat_page: bool = True
     admin_api_key: str | None = field(default=None, repr=False)
     api_key_file: str | None = None
-    cors_allow_origins: tuple[str, ...] = ()  # further origins, besides the server's own
+    cors_allow_origins: tuple[str, ...] = ()  # origins from which browsers may call the server, besides its own
     public_origin: str | None = None  # origin of the chat page behind a proxy
-    shutdown_timeout_s: float = 30.0  # time for running requests after the first signal
+    shutdown_timeout_s: float = 30.0  # time that running requests have to finish after the first stop signal
     refuse_unknown_fields: bool = False  # False: ignore and log them
     ignore_model_name: bool = False  # accept any `model` in requests
     ssl_certfile: str | None = None  # None: no TLS
@@ -400,7 +401,7 @@ class ServePlan(Section):
     ssl_ca_certs: str | None = None  # file with the authorities that sign clients' certificates
     max_open_calls: int | None = None  # maximum number of open calls per client; None: no limit
     max_choice_tokens: int = 65_536  # limit on n * max_new_tokens of a prompt with n > 1
-    max_body_bytes: int | None = None  # for all routes; None: each route's own limit
+    max_body_bytes: int | None = None  # maximum size of a request body on all routes; None: each route's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

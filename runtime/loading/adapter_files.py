@@ -31,7 +31,7 @@ class LowRankPair(NamedTuple):
     """The change of one layer: its weight W [O, I] becomes W + b @ a. For an embedding, W is [E, V]."""
 
     a: Tensor  # [r, I]
-    b: Tensor  # [O, r]; contains the adapter's scale
+    b: Tensor  # [O, r]; already multiplied by the adapter's scale
     magnitude: Tensor | None = None  # [O]; the rows of W + b @ a are scaled to these lengths (DoRA)
 
 
@@ -48,7 +48,7 @@ class AdapterWeights(NamedTuple):
     # A pair that holds all experts of a layer is not scaled yet: its scale depends on the rank of a single expert.
     pairs: dict[str, LowRankPair]
     tokens: dict[str, TokenVectors]
-    copies: dict[str, Tensor]  # base weights [V, E], which peft saves with a change of the embedding or LM head
+    copies: dict[str, Tensor]  # unchanged base weights [V, E], stored if the adapter changes the embedding or LM head
     config: AdapterConfig
 
 

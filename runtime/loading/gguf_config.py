@@ -10,7 +10,7 @@ from typing import Any
 from runtime.config.gguf_header import GgufHeader, GgufTensor, read_header
 from runtime.errors import CheckpointError
 
-ARCHITECTURES = {  # llama.cpp's name -> ours; a "llama" with experts is Mixtral
+ARCHITECTURES = {  # llama.cpp's name -> name in config.json; a "llama" with experts is Mixtral
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",

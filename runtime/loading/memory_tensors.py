@@ -123,5 +123,5 @@ def _viewed(content: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     if len(content) != num_bytes(shape, dtype):
         raise ValueError("a tensor's size differs from its shape")
     if content.storage_offset() % dtype.itemsize:
-        content = content.clone()  # a view needs an aligned start
+        content = content.clone()  # a view with this dtype must begin at an aligned address
     return content.view(dtype).view(*shape)

@@ -124,7 +124,7 @@ def own_shards(module: Weighted) -> dict[str, list[Shard]]:
 
 
 def own_parameters(modules: Named) -> dict[str, list[Shard]]:
-    """Return one shard per parameter, for files with each parameter under its name and in its shape in the modules."""
+    """Return one shard per parameter, for files that store parameters under the modules' names and in their shapes."""
     return {
         f"{name}.{part}": [Shard(f"{name}.{part}", parameter, 0, len(parameter), (None,) * parameter.dim())]
         for name, module in modules

@@ -154,7 +154,10 @@ class StagedWeights:
         return Staged(unknown, waiting)
 
     def missing(self) -> list[str]:
-        """Return the names of this rank's tensors in layers that are not prepared, except tensors with a default."""
+        """Return the names of the tensors that this rank needs for the layers that are not prepared.
+
+        Tensors with a default are omitted.
+        """
         prepared = {name for layer in self._prepared for name in self._units[layer]}
         return [
             name
@@ -283,7 +286,7 @@ class StagedWeights:
         return shell
 
     def _leave_scratch(self, layer: Weighted) -> None:
-        """Copy the layer's parameters that are still in the scratch memory."""
+        """Move the layer's parameters that are still in the scratch memory to memory of their own."""
         start = self._scratch.untyped_storage().data_ptr()
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if parameter.untyped_storage().data_ptr() == start:

@@ -398,9 +398,8 @@ def _difference(ours: Decoder, theirs: Decoder) -> str | None:
             if isinstance(own, KVScales) and key == "values":  # not compared: read from the checkpoint like weights
                 continue
             if isinstance(own, Embedding) and key == "scale" and one is not None and two is not None:
-                one, two = (
-                    torch.tensor(each, dtype=dtype).item() for each in (one, two)
-                )  # either may already be rounded
+                # One of the scales may already be rounded to the dtype.
+                one, two = (torch.tensor(each, dtype=dtype).item() for each in (one, two))
             if _differ(one, two):
                 return f"{name}.{key} is {_text(two)}, not {_text(one)}"
         tables = dict(other.named_buffers(recurse=False))

@@ -19,7 +19,7 @@ class EncodedBlock(NamedTuple):
     text: str  # replaces the placeholder in a prompt
     token_ids: NDArray[np.int64]  # tokens of `text`, [T]
     is_media: NDArray[np.bool_]  # [T], marks the tokens whose embeddings are `vectors`
-    vectors: NDArray[np.float32]  # [N, W]
+    vectors: NDArray[np.float32]  # [N, W], one vector for each token that `is_media` marks
     grids: Mapping[str, Any]  # tensors with the size of the image or video, from which positions are computed
     kind: Kind = "image"
     types: NDArray[np.int64] | None = None  # [N], token types for positions; None: `placement.TYPES[kind]` for all

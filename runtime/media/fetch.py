@@ -32,7 +32,7 @@ class Fetcher:
         self._client: httpx.AsyncClient | None = None
 
     async def read(self, source: MediaSource) -> Any:
-        """Return the bytes of a file, or the Python object. Raises `InvalidRequest` with the reason.
+        """Return the bytes of the file that the source names, or the source's Python object. Raises `InvalidRequest`.
 
         Cancellation closes the connection.
         """

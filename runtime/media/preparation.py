@@ -64,7 +64,7 @@ class MediaPreparer:
         self.plan = plan
         self._context_length = context_length
         self.cache = EncoderCache(plan.cache_bytes)
-        self.num_images = 0  # images, videos and audio of admitted requests
+        self.num_images = 0  # number of images, videos and audio files of all admitted requests
         self.encode_s = 0.0  # seconds spent in the encoder
         self._facts = facts
         self._processors = processors
@@ -270,7 +270,7 @@ class MediaPreparer:
         return placed
 
     def _encode_processed(self, ids: Any, source: MediaSource) -> EncodedPrompt:
-        """Encode the output of the model's processor for a whole prompt."""
+        """Encode a prompt's media. `source` has the tensors that the model's processor returned for the prompt."""
         import torch
 
         values = source.content

@@ -92,7 +92,7 @@ class Processors:
             self._free.put(copy.deepcopy(first))
 
     def digest(self, kind: Kind, content: Any, options: Mapping[str, Any]) -> bytes:
-        """Return a 256-bit hash of a decoded item and everything that determines how the processor treats it."""
+        """Return a 256-bit hash of a decoded item and of all settings that determine how the processor treats it."""
         hashed = hashlib.sha256(self._identities[kind])
         hashed.update(json.dumps(options, sort_keys=True).encode() + b"\n")
         if kind == "image":

@@ -205,7 +205,7 @@ def lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the size of the cache that latent attention needs: one kv head, whose keys contain the values."""
+    """Set the KV cache's sizes for latent attention: one KV head, whose keys contain the values."""
     read = {**values, "num_key_value_heads": 1}
     sizes = [read.get(name, default) for name, default in (("kv_lora_rank", 512), ("qk_rope_head_dim", 64))]
     if all(isinstance(size, int) for size in sizes):

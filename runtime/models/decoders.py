@@ -307,7 +307,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         renamed={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
         tensors={
-            r"model\.mtp_": None,  # multi-token prediction
+            r"model\.mtp_": None,  # multi-token prediction layers are not loaded
             r"(.*\.mlp\.)gate\.moe_statics\.": r"\1moe_statics.",  # names in transformers 5
         },
     ),
@@ -593,7 +593,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "shared_expert_intermediate_size": 512,
         },
         layer_types=_LINEAR_OR_FULL,
-        tensors={r"mtp\.": None},  # multi-token prediction
+        tensors={r"mtp\.": None},  # multi-token prediction layers are not loaded
         spelling="qwen3_next",
     ),
     "Qwen3_5ForCausalLM": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),

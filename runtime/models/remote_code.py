@@ -111,7 +111,7 @@ REMOTE_CODE: Mapping[str, Entry] = {
             "sliding_window": 4096,
             "use_sliding_window": False,
         },
-        tensors={r"model\.mtp_layers\.": None},  # multi-token prediction
+        tensors={r"model\.mtp_layers\.": None},  # multi-token prediction layers are not loaded
     ),
     "MiniCPMForCausalLM": Entry(
         "granite:granite", {"max_position_embeddings": 2048, "tie_word_embeddings": True}, spelling="minicpm"

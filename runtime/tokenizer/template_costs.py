@@ -134,7 +134,7 @@ def _depths(value: Any) -> float:
 
 
 def _summing(values: Any, attribute: Any = None, start: Any = 0) -> float:
-    return 0.0 if isinstance(start, int | float) else float("inf")  # adding lists takes quadratic time
+    return 0.0 if isinstance(start, int | float) else float("inf")  # refuse to add lists, which takes quadratic time
 
 
 def _expanding(text: Any, tabsize: Any = 8) -> float:

@@ -116,5 +116,5 @@ def give_back_memory() -> None:
 def _trim() -> Any:
     try:
         return ctypes.CDLL("libc.so.6").malloc_trim
-    except (OSError, AttributeError):  # another C library
+    except (OSError, AttributeError):  # a C library without `malloc_trim`
         return None

@@ -116,7 +116,7 @@ def _role_flag(builder: PlanBuilder) -> str | None:
 
 
 def _prefill_replicas(builder: PlanBuilder) -> dict[str, Decision[Any]]:
-    """Decide the storage of replicas that compute prompts for the others; see `actors/prefill_replicas.py`."""
+    """Decide the storage backend with which prefill replicas pass on their pages; see `actors/prefill_replicas.py`."""
     args, parallel = builder.args.disaggregation, builder.args.parallel
     option, flag = "disaggregation_prefill_replicas", "--disaggregation-prefill-replicas"
     last_port = (
@@ -162,7 +162,7 @@ def plan_of_replica(plan: Plan, index: int) -> Plan:
 
 
 def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
-    """Decide the storage of a prefill or decode server.
+    """Decide the storage backend of a prefill or decode server.
 
     A prefill server offers its pages to decode servers. A decode server reads the pages of its prefill servers.
     """

@@ -13,7 +13,7 @@ from runtime.errors import ConfigurationError
 
 MAX_DRAFTS = 8  # maximum draft tokens of prompt lookup per sequence
 MODEL_DRAFTS = 4  # maximum draft tokens of a draft model per sequence
-STEP_DRAFTS = 256  # maximum draft tokens per step, because rows without draft tokens wait for the step
+STEP_DRAFTS = 256  # maximum draft tokens per step; more would delay the step's rows without draft tokens
 # Maximum draft tokens of a draft model per step on a CPU. Above this number, each further token makes a step longer.
 MODEL_STEP_DRAFTS = 16
 DEMO_HEAD = "draft_head"  # folder of the draft head in the demo model's folder
@@ -159,7 +159,7 @@ def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dic
     if model is not None:
         decisions["max_model_drafts"] = _model_drafts(builder, model, chained=algorithm != model, facts=facts)
     if "NGRAM" in methods(builder):
-        most = 1 if facts.recurrent else MAX_DRAFTS  # recurrent layers can take back one token
+        most = 1 if facts.recurrent else MAX_DRAFTS  # recurrent layers can undo only one token
         decisions["max_lookup_drafts"] = lookup = builder.follow_or(
             "speculative_num_draft_tokens", most, "the default for prompt lookup"
         )

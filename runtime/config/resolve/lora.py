@@ -18,9 +18,9 @@ _FUSED: Mapping[str, tuple[str, ...]] = {
 
 
 def lora_plan(builder: PlanBuilder, kernels: KernelPlan) -> LoraPlan:
-    """Plan the LoRA adapters. Paths of sources stay as the user gave them.
+    """Plan the LoRA adapters. Paths and Hub names of adapters stay as the user gave them.
 
-    `max_rank` is 0 if no option sets it; then the ranks of the adapters decide it later.
+    If no option sets `max_rank`, it is 0, and the adapters' ranks decide it later.
     """
     args = builder.args.lora
     asked = bool(args.lora_paths) or args.lora_dir is not None

@@ -13,7 +13,7 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # a token of RFC 9110
+HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")  # a header's name: `token` in RFC 9110
 _ENDPOINT = re.compile(r"tcp://[^\s]+:\d{1,5}|(ipc|inproc)://\S+", re.ASCII)
 TAKEN_LABELS = frozenset({"model_name", "le"})
 

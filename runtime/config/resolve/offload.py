@@ -21,7 +21,10 @@ _EXCLUDED = {
 
 
 def offload_group(builder: PlanBuilder, device: str, facts: ModelFacts) -> Decision[int]:
-    """Decide the size of the groups of layers, 0 for none. Refuse all options of offloading that cannot be used."""
+    """Decide the size of the groups of layers of which some stay in host memory; 0: no groups.
+
+    Refuse options of offloading that cannot be used.
+    """
     args = builder.args.offload
     size, by_size = args.offload_group_size, args.cpu_offload_gb > 0
     asked = "cpu_offload_gb" if by_size else "offload_group_size"

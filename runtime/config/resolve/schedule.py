@@ -10,7 +10,7 @@ from runtime.config.plan import CachePlan, KernelPlan, SchedulerPlan
 from runtime.config.resolve.drafts import draft_decisions
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
-OPEN_ENDED_TOKENS = 256  # length of a typical chat answer
+OPEN_ENDED_TOKENS = 256  # estimated output of a request without `max_tokens`: a typical chat answer
 # Maximum number of forced tokens that are searched for at once. Other rows wait for their masks during the search.
 MAX_FORCED = 32
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # limits of an API key's weight

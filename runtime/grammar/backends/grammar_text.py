@@ -16,9 +16,7 @@ from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whit
 
 MAX_SOURCE = 512 * 1024  # maximum number of characters of a grammar
 MAX_CHOICES = 10_000
-NO_ESCAPES_BY_NUMBER = (
-    'nrbtf\\"'  # escapes that outputs may use: all of JSON's except \/ and \uXXXX (see `json_options`)
-)
+NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # JSON's escapes except \/ and \uXXXX; see `json_options`
 
 
 def for_llguidance(grammar: Grammar, whitespace: str | None = None, unique: UniqueArrays | None = None) -> str:

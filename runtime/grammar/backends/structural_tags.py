@@ -191,7 +191,7 @@ class _Writer:
         first: bool = False,
         once: bool = False,
     ) -> str:
-        """Return Lark for free text with tags. A trigger in the text is the start of the `begin` of one of the tags.
+        """Return Lark for free text with tags. Wherever a trigger occurs, a tag begins that starts with this trigger.
 
         With `first`, the output begins with a tag. With `once`, the output ends after the first tag.
         """
@@ -220,7 +220,7 @@ class _Writer:
         return f"{direct if first else ''} {some}* {self._text(end)}"
 
     def _text(self, end: Sequence[str]) -> str:
-        """Return Lark for free text up to and including one of the texts in `end`; "" lets it end anywhere."""
+        """Return Lark for free text up to and including one of the texts in `end`, or of any length if `end` has ""."""
         return "(" + " | ".join(self._until(text) if text else "TEXT" for text in end) + ")"
 
     def _until(self, text: str) -> str:

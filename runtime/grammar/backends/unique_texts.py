@@ -35,7 +35,7 @@ class QuotingTokens:
         self.by_tail: dict[bytes, list[int]] = {}  # tokens that begin a string; keys are the string's first bytes
         counted: dict[int, list[int]] = {2: [], 3: [], 4: []}
         ending: list[int] = []  # tokens with a quote after other bytes
-        # Tokens that end inside a string, by their number of quotes.
+        # Number of quotes in a token -> tokens after which the output is inside a string.
         beginning: dict[int, list[int]] = {1: [], 2: []}
         for token_id in range(vocab_size):
             if token_id % TOKENS_BETWEEN_PAUSES == 0:
@@ -84,7 +84,7 @@ class _Frame:
         self.expects_key = is_object
         self.key = key  # an object's most recent property name; for an array, the nearest property that contains it
         self.unique = unique
-        # The bytes of the earlier strings, by the keys of `unique`.
+        # Key of `unique` -> bytes of the earlier strings.
         self.seen: dict[str | None, set[bytes]] = {each: set() for each in unique}
 
 
@@ -204,7 +204,7 @@ class UniqueTexts:
         return len(self._frames) > 1 and self._frames[-1].is_object and bool(self._frames[-2].unique)
 
     def _unique_here(self) -> tuple[tuple[bytes, ...], set[bytes]] | None:
-        """Return (allowed strings, earlier strings) for a string at this position, or None if it need not be unique."""
+        """Return (allowed strings, earlier strings) if a string at this position must be unique, else None."""
         frame = self._frames[-1] if self._frames else None
         array, key = frame, None
         if frame is not None and frame.is_object:

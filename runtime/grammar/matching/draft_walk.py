@@ -47,7 +47,7 @@ class DraftWalk:
         self._num_done += 1
 
     def stop(self) -> None:
-        """End the walk, and skip all data that is not set."""
+        """End the walk, and mark the data of the remaining draft tokens as skipped."""
         self._drafts.skip_from(self._num_done)
 
 

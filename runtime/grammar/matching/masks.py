@@ -99,7 +99,7 @@ class MaskThread:
         self._fill(rows)
         if time.perf_counter() - began_s > BATCH_SLOW_S + ROW_SLOW_S * len(rows):
             for request in rows:
-                # The slow thread resets this if the next mask is fast.
+                # The slow thread resets `slow` if the next mask is fast.
                 request.position.slow = True
 
     def _compute_each(self, requests: Sequence[MaskRequest]) -> None:

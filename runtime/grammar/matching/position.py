@@ -15,8 +15,9 @@ from runtime.grammar.matching.marker import Marker
 class Ends(NamedTuple):
     """The rules for when an output may end."""
 
-    model: frozenset[int]  # the model's end-of-sequence ids; the backend allows them where the output matches
-    request: frozenset[int]  # further ids that end this request's output; allowed where the output matches
+    # The model's end-of-sequence ids. The backend allows them where the output matches the grammar.
+    model: frozenset[int]
+    request: frozenset[int]  # further ids that end this request's output; allowed where `model` is
     # While the output has fewer than `min_tokens` tokens (or always, if `avoid` is set), it may end only if the grammar
     # allows no other token.
     min_tokens: int
@@ -146,7 +147,7 @@ class Position:
     def free_mask(self, num_words: int) -> NDArray[np.int32] | None:
         """Return the mask for an output whose constraint has not begun. None allows all tokens.
 
-        If the constraint must begin, the mask does not allow the output to end.
+        If the output may not end before the constraint begins, the mask forbids the tokens that end the output.
         """
         if self._marker is None:
             return None

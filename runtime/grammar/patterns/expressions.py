@@ -231,7 +231,7 @@ class _Parser:
     pattern: str
     in_json: bool = False  # whether the pattern is for a JSON string, which may contain escapes
     inner: Mapping[str, str] = field(default_factory=lambda: _NARROW)  # the characters of classes such as \\d
-    outer: Mapping[str, str] = field(default_factory=lambda: _WIDE)  # the characters that their negations exclude
+    outer: Mapping[str, str] = field(default_factory=lambda: _WIDE)  # the characters that \\D and so on exclude
     dot: str = _DOT
     at: int = 0
     depth: int = 0

@@ -80,7 +80,7 @@ def placed(schemas: Sequence[tuple[str, Any]], error: str, refusal: Refusal) -> 
 
 
 def _part(schema: Any, reason: Reason, refusal: Callable[[str], str | None], until_s: float) -> Unsupported:
-    """Return an error about the innermost part of a schema that is refused alone for this reason."""
+    """Return an error that names the innermost part of a schema which llguidance refuses for this reason."""
     references = References(schema)
     path, seen = [""], {""}
     inside = _inside(references, "", reason)

@@ -41,7 +41,7 @@ def texts(items: Schema, peek: Peek, depth: int = 0) -> tuple[str, ...] | None:
         return tuple(dict.fromkeys(listed)) if all(isinstance(each, str) for each in listed) else None
     if items.get("type") == "string":
         pattern = items.get("pattern")
-        # With few possible strings, an array could use all of them before it has enough items.
+        # Few possible strings are not supported: an array could use all of them before it has enough items.
         return None if isinstance(pattern, str) and matches_few(pattern, MAX_LISTED) else ()
     for keyword in ("anyOf", "oneOf"):
         options = items.get(keyword)

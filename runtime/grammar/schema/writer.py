@@ -100,7 +100,7 @@ class _Writer:
     num_nodes: int = 0
     num_items: int = 0
     keeps_unique: bool = False  # whether the caller enforces unique items
-    has_unique: bool = False  # whether the schema has arrays that the caller must enforce
+    has_unique: bool = False  # whether the schema has arrays whose unique items the caller must enforce
     has_maximum: bool = False  # whether the schema has a `maxProperties`
     multiple: int = 1  # the product of `multiples`
     multiples: set[int] = field(default_factory=set)  # all values of multipleOf

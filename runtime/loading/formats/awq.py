@@ -30,7 +30,7 @@ POSITION = tuple(ORDER.index(output) for output in range(8))  # 4-bit field of e
 
 
 class Parts(NamedTuple):
-    """Sizes of a weight [O, I], and readers of its parts."""
+    """Sizes of a weight [O, I], and functions that read its codes, scales and zero points."""
 
     out_size: int
     in_size: int

@@ -53,7 +53,7 @@ def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
 
 
 def look_up(codes: Tensor, table: Sequence[float] | Tensor) -> Tensor:
-    """Return the table's values of the codes, float32."""
+    """Return `table[code]` for each code, float32."""
     return torch.as_tensor(table, dtype=torch.float32)[codes.to(torch.int32)]
 
 

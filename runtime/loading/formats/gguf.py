@@ -31,7 +31,7 @@ from runtime.loading.tensors import Cuts, FileBytes, Take, give_parts
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _IQ4_TABLE = tuple(map(float, IQ4))
-FORMS = {  # kinds that can stay in groups; codes of Q2_K and Q3_K are widened to 4 bits
+FORMS = {  # kinds that can stay quantised in memory; codes of Q2_K and Q3_K are widened to 4 bits
     "Q4_0": GroupForm(32, shifted=False),
     "Q4_1": GroupForm(32),
     "Q5_0": GroupForm(32, 5, shifted=False),
@@ -278,7 +278,7 @@ def _eight_bits(rows: Tensor) -> _Groups:
 
 
 def _table_of_blocks(rows: Tensor) -> _Groups:
-    blocks = rows.unflatten(1, (-1, 136))  # blocks of 256 numbers
+    blocks = rows.unflatten(1, (-1, 136))  # 136 bytes for 256 numbers
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1).flatten(-2)
     high = _pieces(blocks[..., 2:4], 2)
     scales = _halves(blocks[..., :2]).unsqueeze(-1) * ((low | high << 4).float() - 32)

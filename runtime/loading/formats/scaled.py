@@ -79,7 +79,7 @@ def _add_cache_scale(derived: Derived, stored: Stored, name: str, ours: str) -> 
 
 
 class Schemes(NamedTuple):
-    """Quantisation schemes of all groups of layers; a weight's shapes select among them."""
+    """The quantisation schemes that the configuration lists. The shapes of a weight and its scales select one."""
 
     bits: tuple[int, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()  # outputs and inputs per scale
@@ -282,7 +282,7 @@ def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bo
 def add_floats(derived: Derived, stored: Stored, name: str, packed: str, schemes: Schemes) -> None:
     """Add a packed weight of floats.
 
-    It is e2m1 with a scale per 16 inputs and a global divisor, or e2m1 or e2m3 with a scale per 32 inputs.
+    The weight is e2m1 with a scale per 16 inputs and a global divisor, or e2m1 or e2m3 with a scale per 32 inputs.
     """
     scale = f"{name}_scale"
     whole = f"{name}_global_scale"

@@ -58,7 +58,7 @@ class SequenceCaches(NamedTuple):
 
 
 class CallStyle(NamedTuple):
-    """How to call a model so that it continues a cache."""
+    """The arguments with which a model must be called to continue a text whose earlier tokens are in the cache."""
 
     mask: bool  # pass an attention mask of ones for all tokens
     positions: bool  # pass the positions of the new tokens

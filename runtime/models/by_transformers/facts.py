@@ -245,7 +245,7 @@ def _context(text: Any) -> int | None:
 
 
 def _paged(name: str, config: Any, text: Any) -> ModelSizes:
-    """Return the sizes of a model that uses the paged cache. Raises CheckpointError if that is not supported."""
+    """Return the sizes of a model that uses the paged KV cache. Raises CheckpointError for unsupported models."""
     kinds = getattr(text, "layer_types", None) or []
     if PROMPT_LAYERS in kinds:
         raise UnsupportedModel(str(_refusal(name, "attention that depends on where the prompt ends")))
