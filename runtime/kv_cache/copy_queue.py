@@ -10,11 +10,11 @@ from runtime.batch import PageCopy
 
 
 class CopyQueue:
-    """Collects page copies in order. Adjacent copies between the same two pools are merged into one `PageCopy`."""
+    """Collects page copies in order. Consecutive copies between the same two pools are merged into one `PageCopy`."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[str, str, list[int], list[int]]] = []
-        self._last_targets: set[int] = set()  # target pages of the last copy
+        self._last_targets: set[int] = set()  # target pages of the `PageCopy` that was added last
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -22,7 +22,7 @@ class CopyQueue:
     def add(self, source: str, target: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
         """Append copies of `source_pages[i]` of pool `source` to `target_pages[i]` of pool `target`.
 
-        The targets are distinct.
+        No page may occur twice in `target_pages`.
         """
         if not source_pages:
             return

@@ -3,9 +3,9 @@
 A retracted sequence loses its device pages. With a host pool, its pages are first copied to the host. They are copied
 back when the sequence is admitted again, so its tokens are not recomputed.
 
-The scheduler decides about copies when it builds a batch. The batch carries the copies (`Batch.copies`), and every rank
-performs them in order with its steps. A freed page of either pool can therefore be reused immediately: its next owner
-writes it only after the copy that reads it.
+The scheduler decides about copies when it builds a batch. The copies are part of the batch (`Batch.copies`), and every
+rank performs copies and steps in the same order. A freed page of either pool can therefore be reused immediately: a new
+owner writes to the page only after the copy that reads it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SwappedOut(NamedTuple):
     """The host pages of a waiting sequence."""
 
     pages: list[int]
-    num_tokens: int  # leading tokens with KV in these pages; the last page may be partly full
+    num_tokens: int  # number of leading tokens whose KV is in these pages; the last page may be partly filled
 
 
 class HostPool:
-    """Allocates host pages. Appends their copies to `copies`, the queue that the next batch takes."""
+    """Allocates host pages. Appends their copies to `copies`, the queue of copies for the next batch."""
 
     def __init__(self, num_pages: int, page_size: int, copies: CopyQueue) -> None:
         self.page_size = page_size
@@ -64,16 +64,16 @@ class HostPool:
         self.num_swapped_out += len(pages)
 
     def num_restorable(self, sequence: Sequence, limit: int) -> int:
-        """Return how many tokens will have KV after `swap_in`. At most `limit` tokens are restored."""
+        """Return how many leading tokens will have KV after `swap_in`, at most `limit`."""
         swapped = self._swapped.get(sequence)
         if swapped is None:
             return sequence.num_computed
         return max(sequence.num_computed, min(swapped.num_tokens, limit))
 
     def swap_in(self, sequence: Sequence, pages: list[int]) -> None:
-        """Copy the host pages after index `len(sequence.pages)` to the device pages `pages`.
+        """Copy a sequence's host pages to the device pages `pages`, beginning with index `len(sequence.pages)`.
 
-        Then free all the sequence's host pages.
+        Then free all host pages of the sequence.
         """
         start = len(sequence.pages)
         host_pages = self._swapped[sequence].pages[start : start + len(pages)]
@@ -93,7 +93,7 @@ class HostPool:
         self._pool.reset()
 
     def check(self, running: Collection[Sequence]) -> None:
-        """Raise `ValueError` unless every page is accounted for and no running sequence has host pages."""
+        """Raise `ValueError` unless every page is either free or owned once, and no running sequence has host pages."""
         self._pool.check([page for swapped in self._swapped.values() for page in swapped.pages])
         if any(sequence in self._swapped for sequence in running):
             raise ValueError("A running sequence still has pages in host memory.")

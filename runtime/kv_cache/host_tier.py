@@ -1,15 +1,15 @@
 """The host tier: copies of prefix-tree pages in host memory.
 
 The tier maps the key of a page (`page_keys.py`) to a host page. `policy` says when a tree page is copied to the tier:
-when it enters the tree, when it is first shared, or when it leaves the tree. When a sequence is admitted, pages that
-continue its prefix in the tree are copied back instead of being computed. All copies are part of the next batch, so a
-host page may be used as soon as its copy is queued.
+when it enters the tree, when it is first shared, or when it is evicted from the tree. When a sequence is admitted, the
+tier's pages after its prefix in the tree are copied back instead of being computed. All copies are part of the next
+batch, so a host page may be used as soon as its copy is queued.
 
 A page can be copied to the host only after the batch that computes it is built. Pages that enter the tree while a batch
 is built therefore wait for the next batch (`begin_step`).
 
-The tier evicts the least recently used page first. The recency order always places a page after its successors, so a
-page is evicted only when none of its successors is in the tier.
+The tier evicts the least recently used page first. A page always counts as used later than the pages that follow it in
+a sequence, so a prefix is evicted from its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.kv_cache.page_keys import page_keys
 from runtime.sequence import Sequence
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
-WRITE_SHARE = 4  # a step copies 1 / WRITE_SHARE of the waiting pages, but at least `step_pages`
+WRITE_SHARE = 4  # each step copies 1 / WRITE_SHARE of the waiting pages, or `step_pages` if this is more
 
 
 class TierCounts(NamedTuple):
@@ -31,62 +31,62 @@ class TierCounts(NamedTuple):
 
     num_pages: int = 0
     num_used: int = 0
-    num_written: int = 0  # copied to the host
-    num_restored: int = 0  # copied back to the device
-    num_evicted: int = 0  # left the host tier
+    num_written: int = 0  # pages copied to the host
+    num_restored: int = 0  # pages copied back to the device
+    num_evicted: int = 0  # pages evicted from the host tier
 
 
 class _TreePage(NamedTuple):
     """A page of the prefix tree, identified by its content."""
 
     key: bytes
-    parent: bytes | None  # key of the preceding page
-    index: int  # number of preceding pages
+    parent: bytes | None  # key of the preceding page; None for the first page of a prefix
+    index: int  # number of preceding pages in the prefix
 
 
 class Entry(NamedTuple):
     """A page in the tier."""
 
-    page: int  # host page
+    page: int  # host page id
     parent: bytes | None
     index: int
 
 
 class PageMover(Protocol):
-    """The part of a `StorageTier` that the host tier uses.
+    """The part of a `StorageTier` that the host tier calls.
 
-    Its methods tell the storage tier about changes, and say which host pages the storage tier still uses.
+    The calls report changes of the host tier, and ask which host pages the storage tier still uses.
     """
 
     @property
     def saving(self) -> Collection[bytes]:
-        """Keys of pages that must stay in the tier while they are saved."""
+        """Keys of pages that must stay in the tier because they are being saved to the store."""
         ...
 
     @property
     def reserved(self) -> Collection[int]:
-        """Host pages that are in use but not in the tier."""
+        """Host pages that the mover uses and that are not in the tier."""
         ...
 
     def written(self, key: bytes, entry: Entry) -> None:
-        """Note that the batch being built copies a page to the host."""
+        """Called when the batch being built copies a page to the host."""
         ...
 
     def detained(self, key: bytes, entry: Entry) -> bool:
-        """Return whether a page that leaves the tier is still in use. If so, the mover frees it later."""
+        """Return whether the mover still uses a page that leaves the tier. If so, the mover frees the page later."""
         ...
 
     def distrust(self, key: bytes) -> None:
-        """Note that the KV of a page may be wrong."""
+        """Called when the KV of a page may be wrong."""
         ...
 
     def clear(self) -> Collection[int]:
-        """Note that the tier becomes empty. Return the host pages still in use."""
+        """Called when the tier becomes empty. Return the host pages that the mover still uses."""
         ...
 
 
 class HostTier:
-    """Keeps copies of tree pages in the host pages first_page .. first_page + num_pages - 1."""
+    """Keeps copies of tree pages in the host pages with the ids first_page .. first_page + num_pages - 1."""
 
     def __init__(
         self,
@@ -98,21 +98,21 @@ class HostTier:
         policy: str = "write_through",
         step_pages: int = 64,
     ) -> None:
-        """`step_pages` is the number of pages that a step can copy to the host without a noticeable delay."""
+        """Create an empty tier. `step_pages` is the number of pages that a step can copy without a noticeable delay."""
         if policy not in POLICIES:
             raise ValueError(f"The write policy {policy!r} is unknown.")
         self.page_size = page_size
-        self.copy_s: float | None = None  # measured time to copy one page to the device; None: unknown
-        self.compute_s: float | None = None  # measured time to compute the tokens of one page
+        self.copy_s: float | None = None  # measured seconds to copy one page to the device; None: unknown
+        self.compute_s: float | None = None  # measured seconds to compute the tokens of one page; None: unknown
         self._copies = copies
         self._policy = policy
         self._step_pages = step_pages
         self._all = range(first_page, first_page + num_pages)
         self._free = list(reversed(self._all))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by key, least recently used first
-        self._tree: dict[int, _TreePage] = {}  # pages of the prefix tree
-        self._waiting: dict[int, None] = {}  # tree pages to copy to the host, in order
-        self._kept: frozenset[bytes] = frozenset()  # keys that must not leave the tier now
+        self._tree: dict[int, _TreePage] = {}  # pages of the prefix tree, by device page id
+        self._waiting: dict[int, None] = {}  # tree pages that will be copied to the host, in order
+        self._kept: frozenset[bytes] = frozenset()  # keys of pages that `keep` protects from eviction
         self.storage: PageMover | None = None  # saves pages of this tier to a store and loads them
         self._num_written = self._num_restored = self._num_evicted = 0
 
@@ -126,10 +126,10 @@ class HostTier:
             self._num_evicted,
         )
 
-    # --- the prefix tree changes ---
+    # --- called when the prefix tree changes ---
 
     def added(self, sequence: Sequence, first: int, pages: list[int]) -> None:
-        """Note that `pages` entered the tree. They begin at index `first` of the sequence's page list."""
+        """Add pages that entered the tree. They begin at index `first` of the sequence's page list."""
         keys = page_keys(sequence, first + len(pages), self.page_size)
         for index, page in enumerate(pages, start=first):
             self._tree[page] = _TreePage(keys[index], keys[index - 1] if index else None, index)
@@ -137,9 +137,9 @@ class HostTier:
             self._waiting.update(dict.fromkeys(pages))
 
     def evicted(self, pages: Iterable[int]) -> None:
-        """Note that pages were evicted from the tree.
+        """Remove pages that were evicted from the tree.
 
-        Copy them to the host if the policy is "write_back", or if their copy was still waiting.
+        Before that, copy them to the host if the policy is "write_back" or if their copy was still waiting.
         """
         left = [self._tree.pop(page) for page in pages]
         chosen = [
@@ -152,7 +152,7 @@ class HostTier:
         self._write(chosen)
 
     def discarded(self, pages: Iterable[int]) -> None:
-        """Note that pages were removed from the tree because their KV may be wrong. Remove them from the tier too."""
+        """Remove pages from the tier that left the tree because their KV may be wrong."""
         for page in pages:
             self._waiting.pop(page, None)
             key = self._tree.pop(page).key
@@ -167,7 +167,7 @@ class HostTier:
     def begin_step(self) -> None:
         """Queue copies of waiting pages to the host, for the batch being built.
 
-        Pages that this batch computes wait for the next one.
+        Pages that this batch computes wait for the next batch.
         """
         if not self._waiting:
             return
@@ -184,7 +184,7 @@ class HostTier:
 
     @property
     def num_waiting(self) -> int:
-        """Number of pages that wait to be copied to the host."""
+        """Number of tree pages that wait to be copied to the host."""
         return len(self._waiting)
 
     def has_waiting(self, keys: list[bytes]) -> bool:
@@ -192,9 +192,9 @@ class HostTier:
         return not {self._tree[page].key for page in self._waiting}.isdisjoint(keys)
 
     def num_restorable(self, sequence: Sequence, limit: int) -> int:
-        """Return how many of the first `limit` tokens will have KV after pages are restored from the tier.
+        """Return how many of the first `limit` tokens have KV once the tier's pages are restored.
 
-        The sequence must hold its prefix in the tree.
+        The sequence must already have its pages from the tree.
         """
         first, size = len(sequence.pages), self.page_size
         if not self._pays:
@@ -203,22 +203,22 @@ class HostTier:
         return (first + count) * size if count else sequence.num_computed
 
     def keep(self, sequence: Sequence, end: int) -> list[int]:
-        """Return the host pages of the sequence, from the end of its page list up to page index `end` (exclusive).
+        """Return the host pages of a sequence with page indices from `len(sequence.pages)` up to `end` (exclusive).
 
-        These host pages stay in the tier until `restored` is called.
+        The tier does not evict these pages until `restored` is called.
         """
         keys = page_keys(sequence, end, self.page_size)[len(sequence.pages) :]
         self._kept = frozenset(keys)
         return [self._entries[key].page for key in keys]
 
     def restored(self, host_pages: list[int], pages: list[int]) -> None:
-        """Queue copies of the host pages that `keep` returned to the device pages `pages`."""
+        """Queue copies of the host pages from `keep` to the device pages `pages`. Allow their eviction again."""
         self._kept = frozenset()
         self._copies.add("host", "device", host_pages, pages)
         self._num_restored += len(pages)
 
     def used(self, sequence: Sequence) -> None:
-        """Note that a sequence was admitted with the pages that it lists."""
+        """Mark the pages of an admitted sequence as recently used."""
         pages = sequence.pages
         if not pages:
             return
@@ -229,7 +229,7 @@ class HostTier:
                 (page, None) for page, key in zip(pages, keys) if page in self._tree and key not in self._entries
             )
 
-    # --- everything ---
+    # --- all pages ---
 
     def clear(self) -> None:
         """Remove all pages from the tier. The prefix tree keeps its pages."""
@@ -241,13 +241,13 @@ class HostTier:
             self._free = [page for page in self._free if page not in moving]
 
     def reset(self) -> None:
-        """Empty the tier and forget the tree's pages. Called when KV may be wrong after a failed step."""
+        """Empty the tier and forget the tree's pages. Called after a failed step, when KV may be wrong."""
         self.clear()
         self._tree.clear()
         self._kept = frozenset()
 
     def check(self, tree_pages: Iterable[int]) -> None:
-        """Raise `ValueError` unless all host pages are accounted for and the tier knows exactly `tree_pages`."""
+        """Raise `ValueError` unless every host page is free or used once, and the tier knows exactly `tree_pages`."""
         if self._tree.keys() != set(tree_pages):
             raise ValueError("The host tier does not know the pages of the prefix tree.")
         if not self._waiting.keys() <= self._tree.keys():
@@ -271,7 +271,7 @@ class HostTier:
         return self._entries.get(key)
 
     def take_pages(self, count: int) -> list[int]:
-        """Allocate up to `count` host pages for pages from storage.
+        """Allocate up to `count` host pages, into which pages from storage will be loaded.
 
         Evicts the least recently used pages if necessary.
         """
@@ -281,20 +281,20 @@ class HostTier:
         return pages
 
     def free_pages(self, pages: Iterable[int]) -> None:
-        """Free host pages that are no longer used."""
+        """Free host pages that no entry of the tier uses."""
         self._free += pages
 
     def loaded(self, key: bytes, page: int, parent: bytes | None, index: int) -> None:
-        """Add a page that was loaded from storage. Add a prefix's pages from last to first."""
+        """Add a page that was loaded from storage. The pages of a prefix must be added from last to first."""
         self._entries[key] = Entry(page, parent, index)
 
     def touch(self, key: bytes) -> None:
-        """Make a page and all its predecessors the most recently used ones."""
+        """Mark a page and all its predecessors as most recently used."""
         self._touch([key])
 
     @property
     def _pays(self) -> bool:
-        """Whether copying a page takes less time than computing its tokens. True if either time is unknown."""
+        """Whether copying a page from the host is faster than computing its tokens. True if either time is unknown."""
         return self.copy_s is None or self.compute_s is None or self.copy_s < self.compute_s
 
     def _num_present(self, sequence: Sequence, first: int, end: int) -> int:
@@ -306,7 +306,7 @@ class HostTier:
         return max(0, end - first)
 
     def _touch(self, keys: Iterable[bytes | None]) -> None:
-        """Make these pages and all their predecessors the most recently used ones."""
+        """Mark these pages and all their predecessors as most recently used."""
         entries, found = self._entries, dict[bytes, int]()
         for key in keys:
             while key is not None and key not in found and (entry := entries.get(key)) is not None:
@@ -316,16 +316,17 @@ class HostTier:
             entries.move_to_end(key)
 
     def _write(self, pages: list[tuple[int, _TreePage]]) -> None:
-        """Queue copies of device pages to the tier. Skip pages that are already in the tier.
+        """Queue copies of device pages to the tier. Pages that are already in the tier are skipped.
 
-        If the tier has too few pages, it keeps the pages closest to the start of their prefixes.
+        If the tier has too few pages, the pages closest to the start of their prefixes are kept.
         """
         new = [(page, tree_page) for page, tree_page in pages if tree_page.key not in self._entries]
         if not new:
             return
         new.sort(key=lambda item: -item[1].index)
         self._touch([tree_page.parent for _, tree_page in new])
-        sources: dict[int, int] = {}  # by host page: if a host page is taken twice, only the newer copy counts
+        # Host page -> device page; if the tier evicts a page of this list again, only the newer copy counts.
+        sources: dict[int, int] = {}
         for page, (key, parent, index) in new:
             target = self._take_page()
             if target is None:
@@ -342,7 +343,7 @@ class HostTier:
     def _take_page(self) -> int | None:
         """Return a free host page. If none is free, evict the least recently used page.
 
-        None if every page must stay.
+        Returns None if no page may be evicted.
         """
         if self._free:
             return self._free.pop()

@@ -1,6 +1,6 @@
-"""The interface of cache kinds. Layers use such caches in addition to, or in place of, KV pages.
+"""The interface of cache kinds, which are caches that layers use in addition to KV pages or instead of them.
 
-A module with the attributes `cache_spec` (a `LayerSpec`) and `index` (its layer) has a cache. Layers of the kind
+A module has a cache if it has the attributes `cache_spec` (a `LayerSpec`) and `index` (its layer). Layers of the kind
 "paged" keep the keys and values of all tokens in the pages of the prefix cache. Every other kind is a subclass of
 `CacheKind`, in its own file of this folder, with one line in `registry.py`.
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from runtime.layers.forward_batch import LayerCache
 
 PAGED = "paged"
-# Maps a layer index in the whole model to its `LayerSpec`. With several models, the keys are (model, layer index).
+# Maps the index of a layer in the whole model to its `LayerSpec`. With several models, the keys are (model, layer
+# index).
 Specs = Mapping[Any, Any]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 
@@ -42,16 +43,17 @@ class CacheKind:
     unit, to which padding writes. In this class, a `page` is the id of a page of the prefix cache. A kind may have one
     unit for each page.
 
-    Steps run in the order in which their batches are built. A unit may therefore be reused as soon as no later batch
-    reads it (see `prefix_cache.py`). A kind frees such units in `filled`.
+    Steps run in the order in which their batches are built. A unit may therefore be reused as soon as no batch that is
+    built later reads it (see `prefix_cache.py`). A kind frees such units in `filled`.
     """
 
     name: ClassVar[str]
-    # Maximum number of computed tokens that a sequence can take back; None: no limit. It takes back rejected draft
-    # tokens, and a token whose step sampled nothing because its host data was late.
+    # Maximum number of computed tokens that a sequence can rewind; None: no limit. A sequence rewinds rejected draft
+    # tokens, and a token for which nothing was sampled because its host data was late.
     steps_back: ClassVar[int | None] = None
 
-    less_memory: ClassVar[str] = ""  # advice in the error about too little memory, followed by the GiB of the units
+    # Advice for the error about too little memory; the error appends the GiB that the units take.
+    less_memory: ClassVar[str] = ""
 
     # --- sizing ---
 
@@ -70,7 +72,7 @@ class CacheKind:
 
     @staticmethod
     def used(specs: Specs, plan: Plan) -> bool:
-        """Return whether the plan uses this kind. If not, its layers keep all tokens in pages."""
+        """Return whether the plan uses this kind. If it does not, the layers of this kind keep all tokens in pages."""
         return True
 
     # --- on the device ---
@@ -87,7 +89,7 @@ class CacheKind:
     def buffer_sizes(max_rows: int, max_pages: int) -> Mapping[str, int] | None:
         """Return an upper bound on the number of elements of each array of `step_arrays`.
 
-        Graphs allocate fixed buffers of these sizes. If the result is None, steps with this kind are not captured.
+        CUDA graphs allocate fixed buffers of these sizes. If the result is None, steps with this kind are not captured.
         """
         return None
 
@@ -95,7 +97,7 @@ class CacheKind:
     def scratch_arrays(counts: Seq[int], num_units: int) -> dict[str, Ints]:
         """Return the arrays of `step_arrays` for padding rows, which read and write only the scratch unit.
 
-        `counts` has the number of tokens of each padding row. For kinds with pages, every count is 1.
+        `counts` has the number of tokens of each padding row. For kinds that use pages, every count is 1.
         """
         return {}
 
@@ -111,17 +113,17 @@ class CacheKind:
 
     @property
     def num_available(self) -> int | None:
-        """Number of further prefix-cache pages for which this kind has units. None: no limit."""
+        """Number of prefix-cache pages for which this kind still has units. None: no limit."""
         return None
 
     def pages_ahead(self, sequence: Sequence, num_pages: int) -> int:
-        """Return an upper bound on how far `num_available` falls while a sequence grows by `num_pages` pages."""
+        """Return an upper bound on the decrease of `num_available` while a sequence grows by `num_pages` pages."""
         return 0
 
     def row_end(self, sequence: Sequence, end: int) -> int:
-        """Return the position, at most `end`, where a row of known tokens should end.
+        """Return the position, at most `end`, at which a row of known tokens should end.
 
-        The sequence's next row begins there.
+        The sequence's next row begins at this position.
         """
         return end
 
@@ -130,13 +132,13 @@ class CacheKind:
         return count
 
     def enter(self, sequence: Sequence) -> None:
-        """Called when a sequence starts to run and its cached prefix (possibly empty) is locked."""
+        """Called when a sequence starts to run, after its cached prefix (possibly empty) was locked."""
 
     def allocate(self, pages: list[int]) -> None:
-        """Called after `pages` were allocated to a sequence. There are at most `num_available` of them."""
+        """Called after `pages` were allocated to a sequence. Their number never exceeds `num_available`."""
 
     def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
-        """Return this kind's int32 arrays for one step, by name. They are copied to the device.
+        """Return the int32 arrays that this kind's layers need in one step, by name. They are copied to the device.
 
         Called once per step, after its rows are chosen and before any of their pages is shared or freed. `page_table`
         [B, W] has the rows' pages in the prefix cache. A kind with its own pages returns an array "page_table" of the
@@ -147,15 +149,15 @@ class CacheKind:
     def filled(self, sequences: Iterable[Sequence]) -> None:
         """Called after a batch is built.
 
-        Each of `sequences` has a row that completes a page in this batch, or that may complete one because its start is
-        not known yet (`Batch.unknown_starts`).
+        `sequences` are those with a row that completes a page in this batch. They include sequences whose row may
+        complete a page, because the row's start is not known yet (`Batch.unknown_starts`).
         """
 
     def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:
-        """Called after tree pages (`shared`) replaced private pages of a sequence, from index `first` on."""
+        """Called after private pages of a sequence, from index `first` on, were replaced by tree pages (`shared`)."""
 
     def leave(self, sequence: Sequence) -> None:
-        """Called before a sequence loses all its pages. `free` is called for its private pages afterwards."""
+        """Called before a sequence loses all its pages. For its private pages, `free` is called afterwards."""
 
     def free(self, pages: Iterable[int]) -> None:
         """Called when these pages are freed."""
@@ -164,4 +166,4 @@ class CacheKind:
         """Free all units."""
 
     def check(self, sequences: Iterable[Sequence], tree_pages: Iterable[int]) -> None:
-        """Raise `ValueError` unless the running sequences and the tree's pages account for every unit."""
+        """Raise `ValueError` unless every unit is free or belongs to a running sequence or a tree page."""

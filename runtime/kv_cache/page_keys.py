@@ -1,7 +1,7 @@
-"""Content keys of pages: each key is a hash of a page's tokens and of all preceding tokens.
+"""Content keys of pages. A key is a hash of the page's tokens and of all tokens before them.
 
-A key is equal in every process. It does not depend on the model or the page layout; a store of several models keeps
-each model's pages apart.
+A key is the same in every process. It does not depend on the model or the page layout, so a store for several models
+must keep their pages apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runtime.sequence import Sequence
 
 KEY_BYTES = 32
 IMAGE_KEY_BYTES = 40
-LOCAL = 1  # bit of a key's first byte: the page is usable only in this process
+LOCAL = 1  # bit of a key's first byte that marks pages which only this process can use
 
 
 def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
@@ -25,7 +25,7 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
     if missing > 0:
         start = len(keys) * page_size
         tokens = sequence.keys[start : start + missing * page_size]
-        local = sequence.request.adapter is not None  # adapter ids are local to this process
+        local = sequence.request.adapter is not None  # adapter ids are valid only in this process
         parent = keys[-1] if keys else _root(sequence.namespace)
         for content in _contents(tokens, page_size, plain=sequence.media is None):
             digest = blake2b(parent + content, digest_size=KEY_BYTES).digest()
@@ -37,7 +37,8 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
 def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[bytes]:
     """Yield the bytes to hash for each page: the keys of its tokens.
 
-    `plain` means that the sequence has no media (images, videos, audio), whose tokens have keys of more than 64 bits.
+    `plain` means that the sequence has no media (images, videos, audio). The token keys of media have more than 64
+    bits.
     """
     if plain:
         content, width = np.array(tokens, np.int64).tobytes(), 8 * page_size
@@ -52,7 +53,7 @@ def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[byt
 
 
 def is_local(key: bytes) -> bool:
-    """Return whether the page of this key depends on process-local data, such as an adapter id."""
+    """Return whether only this process can use the page of this key, for example because of an adapter id."""
     return bool(key[0] & LOCAL)
 
 

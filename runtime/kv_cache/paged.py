@@ -25,8 +25,8 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec
 class PagedKVCache(NamedTuple):
     """The keys and values of one layer in pages, each [num_pages + 1, K, page, D], updated in place.
 
-    If keys contain the values (MLA), `k` and `v` are the same tensor. `kind` says to which page table the pages belong:
-    that of the prefix cache, or that of a cache kind.
+    If keys contain the values (MLA), `k` and `v` are the same tensor. `kind` names the page table with the ids of these
+    pages: the table of the prefix cache, or the table of a cache kind.
     """
 
     k: Tensor
@@ -51,7 +51,7 @@ class PagedKVCache(NamedTuple):
     def in_host_memory(
         cls, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """Create pages of the same layout in host memory, without a scratch page. For a GPU, they are page-locked."""
+        """Create pages of the same layout in host memory, without a scratch page; page-locked for a GPU."""
         cache = cls.zeros(spec, num_pages - 1, page_size, dtype, torch.device("cpu"))
         if device.type == "cuda":
             for tensor in cache.tensors:
@@ -69,8 +69,8 @@ class PagedKVCache(NamedTuple):
     ) -> tuple[dict[int, PagedKVCache], Tensor]:
         """Create the host pages of all layers. Each page is one contiguous block over all layers.
 
-        Returns the caches, and the blocks [num_pages, elements per page]. Each cache is a view with the layout of
-        `in_host_memory`, except for the stride between pages.
+        Returns the caches, and the blocks [num_pages, elements per page]. Each cache is a view of the blocks. It has
+        the layout of `in_host_memory`, except for the stride between pages.
         """
         sizes = {
             index: (spec.num_kv_heads * page_size * spec.head_dim, 1 if spec.values_in_keys else 2)
@@ -95,7 +95,7 @@ class PagedKVCache(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The distinct tensors of the cache."""
+        """The tensors of the cache: one if `k` and `v` are the same tensor, otherwise two."""
         return (self.k,) if self.v is self.k else (self.k, self.v)
 
     @property
@@ -120,7 +120,7 @@ class PagedKVCache(NamedTuple):
         batch: ForwardBatch,
         scales: Mapping[str, float],
     ) -> Tensor:
-        """Rotate queries [T, H, D] and keys [T, K, D], store keys and values, and return the rotated queries."""
+        """Rotate (RoPE) queries [T, H, D] and keys [T, K, D], store keys and values, and return the rotated queries."""
         metadata = self._metadata(batch)
         if metadata.repeated is not None:
             q, k = kernels.norm_rotate(q, k, rotation)
@@ -136,7 +136,7 @@ class PagedKVCache(NamedTuple):
         scales: Mapping[str, float],
         options: AttentionOptions,
     ) -> Tensor:
-        """Return attention [T, H, D] of the queries [T, H, D] over their rows' pages (see `ops.attention`)."""
+        """Return the attention output [T, H, D] of queries [T, H, D] over their rows' pages (see `ops.attention`)."""
         if fp8_scales := self._fp8_scales(scales):
             options = options._replace(**fp8_scales)
         metadata = self._metadata(batch)
@@ -154,7 +154,7 @@ class PagedKVCache(NamedTuple):
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> Tensor:
-        """Return the attention [T, H * V] of queries over the latent vectors of their rows.
+        """Return the attention output [T, H * V] of queries over the latent vectors (MLA) of their rows.
 
         Each query consists of `q_nope` [T, H, N] and `q_pe` [T, H, P].
         """
@@ -169,7 +169,7 @@ class PagedKVCache(NamedTuple):
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros. On a CPU, the operating system commits each memory page at its first write."""
+    """Return a tensor of zeros. On a CPU, its memory is not used before it is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -179,7 +179,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 def _lock_pages(tensor: Tensor) -> None:
     """Page-lock the tensor's memory for the GPU until the tensor is freed.
 
-    `torch.empty(pin_memory=True)` is not used, because it rounds each size up to a power of two.
+    `torch.empty(pin_memory=True)` would round each size up to a power of two.
     """
     driver: Any = torch.cuda.cudart()
     address = tensor.data_ptr()

@@ -19,7 +19,10 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Remove `count` pages from the free list. Raises `ValueError`, without effect, if fewer pages are free."""
+        """Remove `count` pages from the free list and return them.
+
+        Raises `ValueError`, without effect, if too few are free.
+        """
         free = self._free
         if count > len(free):
             raise ValueError(f"{count} pages requested, {len(free)} free.")
@@ -30,7 +33,7 @@ class PagePool:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Free allocated pages. No later batch may list them for their previous owner."""
+        """Free allocated pages. No batch that is built later may use them for their previous owner."""
         self._free += pages
 
     def reset(self) -> None:
@@ -38,6 +41,6 @@ class PagePool:
         self._free = list(range(self.total - 1, -1, -1))
 
     def check(self, used: list[int]) -> None:
-        """Raise `ValueError` unless the free and the used pages together contain every page exactly once."""
+        """Raise `ValueError` unless every page is either free or in `used`, exactly once."""
         if sorted(self._free + used) != list(range(self.total)):
             raise ValueError(f"The pages do not balance: {len(self._free)} free + {len(used)} used, of {self.total}.")

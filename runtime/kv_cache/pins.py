@@ -1,7 +1,7 @@
 """Pinned prefixes: prefixes that clients asked to keep cached, within a budget of pages.
 
-A pinned prefix is evicted only after all unpinned prefixes, when running sequences need its pages. A pin therefore
-never delays a request.
+A pinned prefix is evicted only after all unpinned ones. It is still evicted if running sequences need its pages, so a
+pin never delays a request.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from runtime.kv_cache.radix_tree import Node, RadixTree, path_pages
 
 
 class _Pin(NamedTuple):
-    node: Node  # where the prefix ends
+    node: Node  # node of the prefix tree where the prefix ends
     num_pages: int
 
 
 class Pins:
     """The pinned prefixes of a tree, by client and name.
 
-    A new pin of a client replaces its older pin with the same name. If the pins exceed the budget, the client with the
+    A new pin replaces the client's older pin with the same name. If all pins exceed the budget, the client with the
     most pinned pages loses its oldest pin.
     """
 
     def __init__(self, tree: RadixTree, max_pages: int) -> None:
         self.max_pages = max_pages
-        self.num_pages = 0  # a page shared by several pins counts once for each pin
+        self.num_pages = 0  # number of pinned pages; a page of several pins counts once for each pin
         self._tree = tree
         self._pins: OrderedDict[tuple[str, str], _Pin] = OrderedDict()
-        self._pages_of: Counter[str] = Counter()  # pinned pages by client
+        self._pages_of: Counter[str] = Counter()  # number of pinned pages by client
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def add(self, owner: str, name: str, node: Node, num_pages: int) -> None:
-        """Pin the prefix that ends at `node`. A prefix larger than the whole budget is not pinned."""
+        """Pin the prefix that ends at `node`. Does nothing if the prefix is larger than the whole budget."""
         if (owner, name) in self._pins:
             self._drop(owner, name)
         if not 0 < num_pages <= self.max_pages:
@@ -49,7 +49,7 @@ class Pins:
             self._drop(*next(key for key in self._pins if key[0] == most))
 
     def settle(self) -> None:
-        """Subtract the pages that eviction took from pinned prefixes. Drop pins whose last node was evicted."""
+        """Subtract pages that were evicted from pinned prefixes. Drop pins whose last node was evicted."""
         lost = self._tree.take_shortened()
         if not lost:
             return

@@ -1,4 +1,4 @@
-"""The caches of a rank's layers."""
+"""The caches of a rank's layers, in device and host memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from runtime.layers.forward_batch import KVSpec, LayerSpec
 
 
 class KVPool(dict[int, Any]):
-    """The caches (`LayerCache`) of a rank's layers, initially zero. Keys are layer indices in the whole model.
+    """The caches (`LayerCache`) of a rank's layers, by layer index in the whole model. They initially hold zeros.
 
-    Each cache has one additional scratch page (or scratch unit) at its end. Padding writes to it, and no row reads it.
-    Raises torch.OutOfMemoryError (on a GPU) if the pool does not fit.
+    Each cache has one more page (or unit) than it can allocate: the scratch page, to which only padding writes and
+    which no row reads. Raises torch.OutOfMemoryError (on a GPU) if the pool does not fit.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class KVPool(dict[int, Any]):
     ) -> None:
         """Allocate the caches. The keys of `specs` are layer indices in the whole model.
 
-        `kinds` maps each kind in use to its number of units. Layers of all other kinds keep all tokens in pages. These
-        layers also have `num_host_pages` pages in host memory: one tensor per layer, or one block per page with
-        `in_blocks`.
+        `kinds` maps each kind in use to its number of units. Layers of all other kinds keep all tokens in pages, and
+        also have `num_host_pages` pages in host memory. With `in_blocks`, each host page is one block over all layers;
+        otherwise each layer has its own tensor.
         """
         super().__init__()
         self.num_pages = num_pages
@@ -43,7 +43,7 @@ class KVPool(dict[int, Any]):
         self.scratch_page = num_pages
         self.kinds = dict(kinds or {})
         self.paged: dict[int, PagedKVCache] = {}  # layer index -> cache, for layers that keep all tokens
-        self.host: dict[int, PagedKVCache] = {}  # layer index -> host pages of the same layers
+        self.host: dict[int, PagedKVCache] = {}  # layer index -> host pages; for the layers in `paged`
         self.host_blocks: torch.Tensor | None = None  # [num_host_pages, elements per page], only with `in_blocks`
         device = torch.device(device)
         paged_specs: dict[int, KVSpec] = {}
@@ -73,7 +73,7 @@ class KVPool(dict[int, Any]):
         *,
         num_host_pages: int = 0,
     ) -> Self:
-        """Create a pool for layers of equal shape."""
+        """Create a pool for `num_layers` layers with caches of the same shape."""
         specs = {index: KVSpec(num_kv_heads, head_dim) for index in range(num_layers)}
         return cls(specs, num_pages, page_size, dtype, device, num_host_pages=num_host_pages)
 

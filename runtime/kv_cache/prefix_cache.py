@@ -5,15 +5,15 @@ begins with tree pages (`num_shared` tokens, locked by `locked_node`). Private p
 
 Pages may change owners while steps are in flight, because steps run in the order in which their batches are built, and
 each batch has its own copy of the page table:
-- Launched steps may still read or write a freed page. Its next owner writes the page in a later batch, which runs after
-  these steps, and reads only its own data.
+- Launched steps may still read or write a freed page. The page's next owner writes the page in a later batch, which
+  runs after these steps, and only reads what it has written itself.
 - A page enters the tree when the batch that writes it is built. A batch that matches the page belongs to the same step
   or to a later one. Within a step, all KV is stored before any row attends.
 - A page in the tree is never written again. Only full pages of tokens that the host knows enter the tree. A step in
   flight that overruns the end of a sequence writes only later positions.
-- If the tree already contains tokens that a sequence computed, the sequence's page list switches to the tree's pages,
-  which this or an earlier step writes. The sequence's private pages (`Duplicates`) are freed only when the batch that
-  writes them is complete, so no other row of that batch can get them.
+- If the tree already contains tokens that a sequence computed, the sequence's page list switches to the tree's pages.
+  This step or an earlier one writes them. The sequence's own pages for these tokens (`Duplicates`) are freed when the
+  batch that writes them is complete, so no other row of this batch can get them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _EVENT_BITS = 2**63 - 1
 
 
 class Duplicates(NamedTuple):
-    """Private pages of a sequence that tree pages replaced. They are freed by `PrefixCache.replaced`."""
+    """Private pages of a sequence that were replaced by tree pages. `PrefixCache.replaced` frees them."""
 
-    first: int  # index in the sequence's page list, which already lists the tree's pages
+    first: int  # their first index in the sequence's page list, which already lists the tree's pages instead
     pages: list[int]
 
 
 class PrefixCache:
     """Allocates, shares and frees the pages of sequences. If not `enabled`, pages are neither shared nor kept.
 
-    `kinds` are the other caches of the layers. They are notified of every change of a page. `events` records the pages
-    that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host memory. With
-    `num_tier_pages`, host memory also keeps copies of tree pages (`HostTier`), after the first `num_host_pages`. Both
-    options copy only KV pages and cannot be combined with `kinds`.
+    `kinds` are the layers' caches other than KV pages, which are notified of every change of a page. `events` records
+    the pages that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host memory.
+    With `num_tier_pages`, host memory also keeps copies of tree pages (`HostTier`); their page ids begin at
+    `num_host_pages`. Both options copy only KV pages, so they cannot be combined with `kinds`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PrefixCache:
         step_pages: int = 64,
         num_pinnable: int = 0,
     ) -> None:
-        """`num_pinnable` is the maximum number of pages that `pin` keeps."""
+        """Create an empty cache. `num_pinnable` is the maximum number of pages that `pin` protects."""
         if page_size < 1:
             raise ValueError(f"The page size must be at least 1, not {page_size}.")
         self.page_size = page_size
@@ -98,12 +98,12 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Number of all pages."""
+        """Total number of pages."""
         return self._pool.total
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that fit into all pages."""
+        """Number of tokens that fit into the cache."""
         return self._pool.total * self.page_size
 
     @property
@@ -134,13 +134,13 @@ class PrefixCache:
 
     @property
     def num_used(self) -> int:
-        """Number of pages that running sequences use."""
+        """Number of pages that running sequences use. Tree pages that only the cache keeps do not count."""
         return self._pool.total - self._pool.num_free - self._tree.num_evictable
 
     def demand(self, growing: Iterable[tuple[Sequence, int]]) -> list[int]:
-        """Return the number of pages and units that sequences need to grow by the given numbers of pages.
+        """Return what sequences need to grow by the given numbers of pages.
 
-        The first element is the number of pages. Then follows the number of units of each kind.
+        The first element is the number of pages. The following elements are the numbers of units of each kind.
         """
         growing = list(growing)
         return [
@@ -149,7 +149,7 @@ class PrefixCache:
         ]
 
     def can_allocate(self, *demands: Seq[int]) -> bool:
-        """Return whether all these demands (see `demand`) can be allocated together."""
+        """Return whether the cache can satisfy all these demands (see `demand`) at the same time."""
         limits = [
             self._pool.num_free + self._tree.num_evictable,
             *(kind.num_available for kind in self.kinds),
@@ -158,17 +158,17 @@ class PrefixCache:
         return all(limit is None or total <= limit for total, limit in zip(totals, limits, strict=True))
 
     def match_length(self, sequence: Sequence) -> int:
-        """Return how many leading tokens of the sequence are cached, without changing the cache."""
+        """Return how many leading tokens of the sequence are cached. Does not change the cache."""
         if self.kinds:
             return self._resumable_tokens(sequence)
         return self._tree.match_length(sequence.keys, reusable_tokens(sequence), sequence.namespace)
 
     def path(self, sequence: Sequence) -> list[Node]:
-        """Return the tree nodes that match the sequence's tokens, without changing the tree."""
+        """Return the tree nodes that match the sequence's tokens. Does not change the tree."""
         return self._tree.path(sequence.keys, reusable_tokens(sequence), sequence.namespace)
 
     def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-        """Return the shape of the prefix tree; see `RadixTree.outline`."""
+        """Return the shape of the prefix tree, with at most `limit` nodes; see `RadixTree.outline`."""
         return self._tree.outline(limit)
 
     def outline_ids(self, limit: int, num_ids: int) -> list[list[int]]:
@@ -176,7 +176,7 @@ class PrefixCache:
         return self._tree.outline_ids(limit, num_ids)
 
     def touch(self, ids: list[int], namespace: Hashable) -> int:
-        """Make the cached prefix of these tokens the most recently used one. Return its number of tokens."""
+        """Mark the cached prefix of these tokens as most recently used. Return its number of tokens."""
         if not self.enabled:
             return 0
         node, pages = self._tree.lock(ids, len(ids), namespace)
@@ -184,7 +184,7 @@ class PrefixCache:
         return len(pages) * self.page_size
 
     def pin(self, sequence: Sequence) -> None:
-        """Pin the cached part of a sequence's prompt if its request asks for a pin."""
+        """Pin the cached part of a sequence's prompt, if its request asks for this."""
         request = sequence.request
         if request.service.pin is None or not self.enabled or not self.pins.max_pages:
             return
@@ -193,7 +193,7 @@ class PrefixCache:
         self.pins.add(request.owner, request.service.pin, node, len(pages))
 
     def lock(self, sequence: Sequence) -> None:
-        """Assign the longest cached prefix to a sequence that has no pages, and lock this prefix in the tree."""
+        """Give the longest cached prefix to a sequence without pages, and lock this prefix in the tree."""
         if self.enabled:
             limit = self._resumable_tokens(sequence) if self.kinds else reusable_tokens(sequence)
             node, pages = self._tree.lock(sequence.keys, limit, sequence.namespace)
@@ -214,7 +214,7 @@ class PrefixCache:
     def num_restorable(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence will have KV after `restore`.
 
-        The sequence must hold its cached prefix.
+        The sequence must already hold its cached prefix (see `lock`).
         """
         limit, num_tokens = reusable_tokens(sequence), sequence.num_computed
         if self.host is not None:
@@ -224,9 +224,9 @@ class PrefixCache:
         return num_tokens
 
     def restore(self, sequence: Sequence) -> None:
-        """Copy the sequence's pages back from the host, if it has any. It must hold its cached prefix (see `lock`).
+        """Copy the sequence's pages back from the host. Does nothing if it has none there.
 
-        Raises `ValueError` if the pages exceed `num_available`.
+        The sequence must hold its cached prefix (see `lock`). Raises `ValueError` if the pages exceed `num_available`.
         """
         if self.host is not None:
             self._swap_in(sequence, self.host)
@@ -260,18 +260,18 @@ class PrefixCache:
             self.host.forget(sequence)
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """Return and clear the page copies that the next batch must carry."""
+        """Return and clear the page copies that must be part of the next batch."""
         return self.copies.take()
 
     def want(self, sequence: Sequence) -> None:
-        """Look up in storage the pages of a waiting sequence that are neither on the device nor on the host."""
+        """Look up in the page store the pages of a waiting sequence that are neither on the device nor on the host."""
         if self.storage is not None and self.storage.attached:
             num_pages = self.match_length(sequence) // self.page_size
             self.storage.want(sequence, num_pages, reusable_tokens(sequence))
 
     @property
     def held(self) -> Set[Sequence]:
-        """Waiting sequences that must not be admitted yet, because their pages are being loaded from storage."""
+        """Waiting sequences that must not be admitted yet, because their pages are being loaded from the page store."""
         return NONE_HELD if self.storage is None else self.storage.held
 
     def begin_step(self) -> None:
@@ -283,7 +283,7 @@ class PrefixCache:
         """Return the number of tokens in the longest cached prefix after which every kind can resume."""
         pages = self._tree.pages(sequence.keys, reusable_tokens(sequence), sequence.namespace)
         count = -1
-        while count != len(pages):  # if one kind shortens the prefix, all kinds check again
+        while count != len(pages):  # if one kind shortens the prefix, all kinds must check the shorter one
             count = len(pages)
             for kind in self.kinds:
                 del pages[kind.resumable(pages, len(pages)) :]
@@ -307,7 +307,7 @@ class PrefixCache:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Free pages that no sequence lists."""
+        """Free pages that are in no sequence's page list."""
         self._pool.free(pages)
         for kind in self.kinds:
             kind.free(pages)
@@ -319,7 +319,7 @@ class PrefixCache:
         self.free(pages)
 
     def replaced(self, sequence: Sequence, duplicates: Duplicates) -> None:
-        """Free the pages that `insert` replaced. Must be called after the batch that writes these pages is complete."""
+        """Free the pages that `insert` replaced. Call it when the batch that writes these pages is complete."""
         first, pages = duplicates
         for kind in self.kinds:
             kind.replace(sequence, first, pages, sequence.pages[first : first + len(pages)])
@@ -328,8 +328,9 @@ class PrefixCache:
     def insert(self, sequence: Sequence) -> Duplicates | None:
         """Insert the full computed pages of a sequence into the tree, where other sequences can match them immediately.
 
-        Under a constraint, the last token may be computed again. A page that contains it is not inserted. Returns the
-        sequence's pages that the tree already had, to be freed with `replaced`, or None.
+        If the sequence has a constraint, its last token may be computed again, so the page with this token is not
+        inserted. If the tree already had some of the pages, the sequence's own copies are returned; the caller frees
+        them with `replaced`.
         """
         if not self.enabled:
             return None
@@ -345,7 +346,7 @@ class PrefixCache:
         if self.events is not None and len(known) < len(private):
             index = first + len(known)
             parent = None if not index else known[-1] if known else sequence.pages[index - 1]
-            # Image keys are truncated to the size that events can hold.
+            # The keys of media tokens are truncated to the bits that events can hold.
             ids = [key & _EVENT_BITS for key in sequence.keys[index * size : end]]
             self.events.stored(private[len(known) :], ids, parent, sequence.namespace)
         if self.tier is not None and len(known) < len(private):
@@ -356,7 +357,7 @@ class PrefixCache:
         return Duplicates(first, private[: len(known)])
 
     def filled(self, batch: Batch) -> None:
-        """Notify the kinds that a batch is complete. They free the units that no later batch reads."""
+        """Notify the kinds that a batch is complete. They free the units that no batch built later reads."""
         size, starts = self.page_size, batch.starts
         is_crossing = (starts + batch.counts) // size > starts // size
         if batch.unknown_starts is not None:
@@ -368,7 +369,7 @@ class PrefixCache:
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Take all pages from a sequence.
 
-        With `keep`, its computed full pages stay in the tree until they are evicted.
+        With `keep`, its full computed pages stay in the tree until they are evicted.
         """
         if keep:
             duplicates = self.insert(sequence)
@@ -384,7 +385,7 @@ class PrefixCache:
     def discard(self, sequence: Sequence) -> None:
         """Take all pages from a sequence whose KV may be wrong.
 
-        Remove its tree pages from the tree, except pages that another prefix uses.
+        Its tree pages are removed from the tree, unless another prefix or sequence uses them.
         """
         for kind in self.kinds:
             kind.leave(sequence)
@@ -398,7 +399,7 @@ class PrefixCache:
         _forget_pages(sequence)
 
     def empty(self) -> None:
-        """Evict all prefixes that no running sequence uses, also from the host tier."""
+        """Evict all prefixes that no running sequence uses, from the device and from the host tier."""
         self.pins.clear()
         pages = self._tree.evict(self._tree.num_evictable)
         if self.tier is not None:
@@ -411,7 +412,7 @@ class PrefixCache:
             self._free_shared(pages)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Reset to an empty cache from any state.
+        """Empty the cache, even if its state is inconsistent.
 
         `sequences` must contain every sequence that may have pages. All of them lose their pages.
         """
@@ -431,7 +432,7 @@ class PrefixCache:
             self.tier.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise `ValueError` unless the tree and these sequences account for every page and every lock."""
+        """Raise `ValueError` unless every page and every lock belongs to the tree or to one of these sequences."""
         private: list[int] = []
         holders: list[Node] = []
         sequences = list(sequences)
@@ -456,10 +457,10 @@ class PrefixCache:
 
 
 def reusable_tokens(sequence: Sequence) -> int:
-    """Return how many leading tokens may be taken from the cache.
+    """Return how many leading tokens of a sequence may come from the cache.
 
-    The last known token is always computed, because its logits are needed. Prompt positions whose log-probabilities,
-    hidden states or experts are requested are computed too.
+    The last known token is always computed, because its logits are needed. The cache also ends before prompt positions
+    whose log-probabilities, hidden states or experts are requested.
     """
     limit = len(sequence.ids) - 1
     for part in sequence.parts or ():
@@ -471,7 +472,7 @@ def reusable_tokens(sequence: Sequence) -> int:
 
 
 def _num_settled(sequence: Sequence) -> int:
-    """Return how many known tokens will not be computed again. Under a constraint, the last token may be recomputed."""
+    """Return how many known tokens will not be recomputed: with a constraint, all but the last; otherwise all."""
     return len(sequence.ids) - (sequence.constraint is not None)
 
 

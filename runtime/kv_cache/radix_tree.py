@@ -1,8 +1,8 @@
 """The prefix tree: maps token sequences to the pages that hold their KV.
 
-A node has a run of full pages and their token ids. Its children continue the run, and differ in their first page. A
-running sequence locks the node where its shared part ends. Every node counts the locks on itself and on its
-descendants. All descendants of an unlocked node are therefore unlocked, and the tree can be evicted leaf by leaf.
+A node has a run of consecutive full pages and their token ids. Its children continue the run, and differ in their first
+page. A running sequence locks the node where its cached prefix ends. Every node counts the locks on itself and on its
+descendants. All descendants of an unlocked node are therefore unlocked, so leaves can be evicted one by one.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 
-PINNED = 1 << 60  # larger than every value of the clock
+PINNED = 1 << 60  # added to the eviction order of pinned nodes; larger than every value of the clock
 
 
 class Node:
-    """A run of pages. After a split, this object is the *end* of the run, because locks refer to ends."""
+    """A run of pages. If the node is split, this object keeps the *end* of the run, because locks refer to the end."""
 
     __slots__ = ("children", "ids", "last_used", "locks", "pages", "parent", "pins")
 
     def __init__(self, parent: Node | None, ids: list[int], pages: list[int]) -> None:
-        self.parent = parent  # None for a root and for a removed node
+        self.parent = parent  # None for a root and for a node that was removed
         self.ids = ids
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
@@ -31,33 +31,34 @@ class Node:
 
     @property
     def order(self) -> int:
-        """Sort key for eviction, lowest first.
+        """Sort key for eviction; the node with the lowest key is evicted first.
 
-        Pinned nodes come after all others; within both groups, older use comes first.
+        Unpinned nodes come before pinned ones. Within both groups, the least recently used node comes first.
         """
         return self.last_used + PINNED if self.pins else self.last_used
 
 
 class RadixTree:
-    """Longest-prefix lookup at page granularity, with locks and least-recently-used eviction.
+    """Finds the longest cached prefix in whole pages. Has locks and evicts the least recently used pages.
 
-    Different namespaces (an adapter, a cache salt) share no pages. The tree owns inserted pages until `evict`, `remove`
-    or `clear` returns them.
+    Different namespaces (such as an adapter or a cache salt) share no pages. The tree owns inserted pages until
+    `evict`, `remove` or `clear` returns them.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.num_pages = 0
-        self.num_evictable = 0  # pages of unlocked nodes
+        self.num_evictable = 0  # number of pages of unlocked nodes
         self._roots: dict[Hashable, Node] = {}
         self._num_nodes = 0
         self._clock = 0
         self._serial = count()
         self._leaves: list[tuple[int, int, Node]] = []  # heap of (order, tie, node); stale entries are skipped
-        self._shortened: Counter[Node] = Counter()  # pages that each pinned node lost since the last `take_shortened`
+        # Number of pages evicted from each pinned node since the last `take_shortened`.
+        self._shortened: Counter[Node] = Counter()
 
     def match_length(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
-        """Return how many of the first `limit` tokens are in the tree, without changing it."""
+        """Return how many of the first `limit` tokens are in the tree. Does not change the tree."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
@@ -65,7 +66,7 @@ class RadixTree:
         return matched + more * self.page_size
 
     def path(self, ids: list[int], limit: int, namespace: Hashable = None) -> list[Node]:
-        """Return the nodes that match `ids[:limit]`, starting at the root. Only part of the last node may match."""
+        """Return the nodes that match `ids[:limit]`, from the root on. The last node may match only in part."""
         root = self._roots.get(namespace)
         if root is None:
             return []
@@ -78,7 +79,7 @@ class RadixTree:
         return nodes[::-1]
 
     def pages(self, ids: list[int], limit: int, namespace: Hashable = None) -> list[int]:
-        """Return the pages that match the first `limit` tokens, in order, without changing the tree."""
+        """Return the pages that match the first `limit` tokens, in order. Does not change the tree."""
         root = self._roots.get(namespace)
         if root is None:
             return []
@@ -88,25 +89,25 @@ class RadixTree:
     def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
         """Return up to `limit` nodes in breadth-first order, and the total number of nodes.
 
-        Each node is a tuple (index of its parent in the list, number of pages, number of locks). The parent index of a
+        Each node is a tuple (index of its parent in this list, number of pages, number of locks). The parent index of a
         root is -1.
         """
         num_nodes = self._num_nodes + len(self._roots)
         return [(parent, len(node.pages), node.locks) for parent, node in self._first_nodes(limit)], num_nodes
 
     def outline_ids(self, limit: int, num_ids: int) -> list[list[int]]:
-        """Return the first `num_ids` keys of each node, in the order of `outline`."""
+        """Return the first `num_ids` keys of each node that `outline` returns, in the same order."""
         return [node.ids[:num_ids] for _, node in self._first_nodes(limit)]
 
     def _first_nodes(self, limit: int) -> list[tuple[int, Node]]:
         """Return up to `limit` nodes in breadth-first order, each with the index of its parent."""
         nodes = [(-1, root) for root in islice(self._roots.values(), limit)]
-        for index, (_, node) in enumerate(nodes):  # the loop extends the list
+        for index, (_, node) in enumerate(nodes):  # the loop extends the list while it runs
             nodes += [(index, child) for child in islice(node.children.values(), limit - len(nodes))]
         return nodes
 
     def lock(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
-        """Lock the longest cached prefix of `ids[:limit]`. Return its last node, and its pages in order."""
+        """Lock the longest cached prefix of `ids[:limit]`. Return the prefix's last node, and its pages in order."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, [], [])
@@ -117,10 +118,11 @@ class RadixTree:
         return node, path_pages(node)
 
     def insert(self, node: Node, ids: list[int], pages: list[int]) -> tuple[Node, list[int]]:
-        """Extend a locked prefix by full pages. The caller's lock moves from `node` to the returned node.
+        """Insert full pages after a locked prefix that ends at `node`.
 
-        The second result lists the tree's pages for the leading inserted tokens that the tree already had. The caller
-        still owns its own pages for these tokens. The tree becomes the owner of the remaining pages.
+        The lock moves to the first returned value, the new end. If the tree already has pages for the first of these
+        tokens, they are the second returned value. The caller keeps its own pages for these tokens, and the tree
+        becomes the owner of the remaining ones.
         """
         size, locked, known, position = self.page_size, node, [], 0
         while position < len(ids):
@@ -156,22 +158,25 @@ class RadixTree:
         self._drop_root_if_empty(root)
 
     def pin(self, node: Node) -> None:
-        """Pin the prefix that ends at this node. It is evicted only after all unpinned prefixes."""
+        """Pin the prefix that ends at this node, so that it is evicted only after all unpinned prefixes."""
         node.pins += 1
         self._offer(node)
 
     def unpin(self, node: Node) -> None:
-        """Remove one pin from a node. The node may already have left the tree."""
+        """Remove one pin from a node, which may already have been evicted from the tree."""
         node.pins -= 1
         self._offer(node)
 
     def take_shortened(self) -> Counter[Node]:
-        """Return and clear the number of pages that each pinned node has lost. Removed nodes have no parent."""
+        """Return and clear the number of pages evicted from each pinned node.
+
+        A node without a parent was evicted completely.
+        """
         shortened, self._shortened = self._shortened, Counter()
         return shortened
 
     def evict(self, num_pages: int) -> list[int]:
-        """Remove and return up to `num_pages` pages, from the ends of the least recently used leaves."""
+        """Remove and return up to `num_pages` pages, from the ends of the least recently used leaves on."""
         freed: list[int] = []
         while len(freed) < num_pages and self._leaves:
             order, _, node = heappop(self._leaves)
@@ -193,7 +198,7 @@ class RadixTree:
         return freed
 
     def remove(self, node: Node) -> list[int]:
-        """Release the caller's lock on a node. Remove the node and its ancestors, up to the first ancestor in use.
+        """Release the caller's lock on a node. Remove the node, and then its ancestors up to the first one in use.
 
         A node is in use if it has locks or children. Returns the removed pages.
         """
@@ -217,7 +222,7 @@ class RadixTree:
         return pages
 
     def check(self, holders: Iterable[Node]) -> list[int]:
-        """Raise `ValueError` unless locks, counts and keys are consistent with the lock holders. Return all pages."""
+        """Raise `ValueError` unless locks, counts and keys agree with the lock holders. Return all pages."""
         locks: Counter[int] = Counter()
         for holder in holders:
             current: Node | None = holder
@@ -260,8 +265,8 @@ class RadixTree:
     def _walk(self, node: Node, ids: list[int], limit: int) -> tuple[Node, int, Node | None, int]:
         """Find the longest match of `ids[:limit]` below `node`.
 
-        Returns the last node that matches in full, the number of tokens up to its end, its child that matches in part
-        (or None), and the number of matched pages of that child.
+        Returns the last node that matches in full, the number of tokens up to its end, the child of this node that
+        matches in part (or None), and the number of matched pages of the child.
         """
         size, position = self.page_size, 0
         while position + size <= limit:
@@ -276,7 +281,7 @@ class RadixTree:
         return node, position, None, 0
 
     def _num_common_pages(self, child: Node, ids: list[int], start: int, stop: int) -> int:
-        """Return how many pages of `child` match `ids[start:stop]`. Bisects, because slices are compared in C."""
+        """Return how many pages of `child` match `ids[start:stop]`. Bisects, because comparing slices is fast in C."""
         size, child_ids = self.page_size, child.ids
         low, high = 0, min(len(child_ids), stop - start) // size
         middle = high
@@ -289,7 +294,7 @@ class RadixTree:
         return low
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Split a run after `num_pages` pages. Return the new node, which holds the first part."""
+        """Split a node after `num_pages` pages. Return its new parent, which gets the first pages."""
         parent, cut = node.parent, num_pages * self.page_size
         if parent is None:
             raise ValueError("A root cannot be split.")
@@ -323,7 +328,7 @@ class RadixTree:
             self._drop_root_if_empty(parent)
 
     def _offer(self, node: Node) -> None:
-        """Add a node to the eviction order if it is an unlocked leaf."""
+        """Make a node a candidate for eviction if it is an unlocked leaf."""
         if not _is_free_leaf(node):
             return
         heappush(self._leaves, (node.order, next(self._serial), node))
@@ -344,7 +349,7 @@ def _is_free_leaf(node: Node) -> bool:
 
 
 def path_pages(node: Node) -> list[int]:
-    """Return the pages of the prefix that ends with this node, in order."""
+    """Return the pages from the root to the end of this node, in order."""
     runs = []
     current: Node | None = node
     while current is not None:

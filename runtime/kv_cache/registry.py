@@ -1,4 +1,4 @@
-"""The registry of cache kinds."""
+"""The registry of cache kinds, by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_kinds(specs: Specs, plan: Plan, num_pages: int) -> list[CacheKind]:
 
 
 def by_kind(specs: Specs, plan: Plan) -> dict[str, dict[Any, Any]]:
-    """Group the layers' specs by cache kind. Layers of a kind that the plan does not use are grouped under "paged"."""
+    """Group the layers' specs by cache kind. Layers of a kind that the plan does not use are in the group "paged"."""
     kinds: dict[str, dict[Any, Any]] = {PAGED: {}}
     for index, spec in specs.items():
         kinds.setdefault(spec.kind, {})[index] = spec
@@ -37,6 +37,6 @@ def by_kind(specs: Specs, plan: Plan) -> dict[str, dict[Any, Any]]:
 
 
 def local_specs(specs: Specs, rank_info: RankInfo, num_layers: int) -> dict[int, Any]:
-    """Return the specs of this rank's layers, sharded for its tensor-parallel rank."""
+    """Return the specs of the layers on this rank, with the shapes of its tensor-parallel shard."""
     stage = rank_info.stage_layers(num_layers).layers
     return {index: spec.local(rank_info.tp_rank, rank_info.tp_size) for index, spec in specs.items() if index in stage}

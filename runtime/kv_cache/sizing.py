@@ -15,17 +15,17 @@ from runtime.errors import ConfigurationError
 from runtime.kv_cache.kinds import DTYPE_BYTES, PAGED, Specs
 from runtime.kv_cache.registry import KINDS, by_kind
 
-BALANCE = 0.9  # minimum ratio of a GPU's free memory to the largest free memory of all GPUs
-MARGIN = 1.05  # factor on measured activations, which covers the allocator's rounding and fragmentation
+BALANCE = 0.9  # a GPU's free memory must be at least this share of the largest free memory of all GPUs
+MARGIN = 1.05  # the measured activations are multiplied by this, to cover the allocator's rounding and fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
     """Memory that steps need in addition to weights and KV cache, in bytes."""
 
-    activation_bytes: int = 0  # activations of the largest step
-    graph_bytes: int = 0  # memory of all CUDA graphs
-    measured: bool = False  # whether a profile run measured the sizes; if not, they are unknown
+    activation_bytes: int = 0  # activations of the largest step, in bytes
+    graph_bytes: int = 0  # memory of all CUDA graphs, in bytes
+    measured: bool = False  # whether a profile run measured the sizes; if not, both are 0
 
     @property
     def reserved_bytes(self) -> int:
@@ -41,7 +41,7 @@ def largest_step_tokens(plan: Plan) -> int:
 
 
 def pool_bytes(plan: Plan, specs: Specs, num_pages: int) -> int:
-    """Return the bytes of all layers' caches with `num_pages` pages."""
+    """Return the bytes of the caches of all layers for `num_pages` pages."""
     total = 0
     for name, kind_specs in by_kind(specs, plan).items():
         if name == PAGED:
@@ -54,7 +54,7 @@ def pool_bytes(plan: Plan, specs: Specs, num_pages: int) -> int:
 
 
 def _max_pages(plan: Plan, specs: Specs, budget: int) -> int:
-    """Return the largest number of pages whose `pool_bytes` fit into the budget of bytes."""
+    """Return the largest number of pages that fits into `budget` bytes, or 0."""
     low, high = 0, 1
     while high <= budget and pool_bytes(plan, specs, high) <= budget:
         low, high = high, 2 * high
@@ -75,9 +75,9 @@ def size_pool(
 ) -> tuple[int, str]:
     """Return the number of pages in a device's KV pool, and the reason for this number.
 
-    Of the device's `total_bytes`, `available_bytes` are free after the weights (`weight_bytes`) are loaded. `specs` are
-    the cache specs of its layers. The pool leaves `steps.reserved_bytes` (activations and CUDA graphs) free, even if
-    the memory fraction would allow a larger pool. Raises `ConfigurationError` if not even one page fits.
+    The device has `total_bytes`, of which `available_bytes` are free after loading the weights (`weight_bytes`).
+    `specs` are the cache specs of its layers. The pool leaves at least `steps.reserved_bytes` (activations and CUDA
+    graphs) free. Raises `ConfigurationError` if not even one page fits.
     """
     cache, schedule = plan.cache, plan.scheduler
     if not specs:
@@ -87,7 +87,8 @@ def size_pool(
         budget = int(cache.mem_fraction * available_bytes)
         reason = f"{cache.mem_fraction:.0%} of the {available_bytes / GIB:.1f} GiB of free memory"
     else:
-        # The share of all memory, minus other programs and the weights. Mapped weights may not count as used memory.
+        # The allowed share of all memory, minus the memory of other programs and the weights. Weights that are mapped
+        # from files may not count as used memory, so they are also subtracted from the fraction itself.
         others = available_bytes - int(total_bytes * (1 - cache.mem_fraction))
         budget = min(others, int(total_bytes * cache.mem_fraction) - weight_bytes)
         reason = f"{cache.mem_fraction:.1%} of {total_bytes / GIB:.1f} GiB, less the weights"
@@ -95,7 +96,7 @@ def size_pool(
         budget = available_bytes - steps.reserved_bytes
         reason = f"{available_bytes / GIB:.1f} GiB of free memory, less {steps.reserved_bytes / GIB:.1f} for steps"
     pages = _max_pages(plan, specs, budget)
-    no_pages = not by_kind(specs, plan)[PAGED]  # no layer keeps pages, so pages take no memory
+    no_pages = not by_kind(specs, plan)[PAGED]  # no layer uses KV pages, so the number of pages costs no memory
     if no_pages or (cache.of_free_memory and cache.max_total_tokens is None):
         needed = schedule.max_running * -(-plan.model.context_length // cache.page_size)
         if needed < pages:
@@ -120,7 +121,7 @@ def _figures(
     weight_bytes: int,
     steps: StepMemory | None,
 ) -> str:
-    """Return sentences for the error: the size of one page, the free memory, and the fraction that one page needs."""
+    """Return sentences for an error: the size of a page, the free memory, and the fraction that a page needs."""
     fraction = plan.cache.mem_fraction
     page = f"one page of {plan.cache.page_size} tokens takes {page_bytes / GIB:.3f} GiB"
     if steps is not None and available_bytes - steps.reserved_bytes < page_bytes:
@@ -142,7 +143,7 @@ def _figures(
 
 
 def _not_enough_memory(plan: Plan, specs: Specs, budget: int) -> str:
-    """Return advice for the case that not even one page fits, with the memory that other cache kinds take."""
+    """Return advice for an error message if not even one page fits. Names the memory that other cache kinds take."""
     sentence = "Not enough memory. Please try to increase --mem-fraction-static"
     for name, kind_specs in by_kind(specs, plan).items():
         if name != PAGED and KINDS[name].less_memory:
@@ -153,7 +154,7 @@ def _not_enough_memory(plan: Plan, specs: Specs, budget: int) -> str:
 
 
 def host_pages(plan: Plan, specs: Specs) -> tuple[int, str]:
-    """Return how many pages each rank's host memory holds for retracted sequences, and the reason.
+    """Return how many host pages each rank has for retracted sequences, and the reason for this number.
 
     `specs` are the specs of one rank's layers. The reason is empty if no host memory is requested.
     """
@@ -177,10 +178,10 @@ def host_pages(plan: Plan, specs: Specs) -> tuple[int, str]:
 
 
 def tier_pages(plan: Plan, specs: Specs, num_pages: int) -> tuple[int, int]:
-    """Return the number of pages in each rank's host tier, and the bytes of one page. Both are 0 without a tier.
+    """Return the number of pages in each rank's host tier, and the bytes of one page. Both are 0 without a host tier.
 
     `specs` are the specs of one rank's layers, and `num_pages` is the number of device pages. Raises
-    `ConfigurationError` if the requested size holds no page.
+    `ConfigurationError` if the requested size is smaller than a page.
     """
     if not plan.cache.host_tier:
         return 0, 0
@@ -199,7 +200,7 @@ def tier_pages(plan: Plan, specs: Specs, num_pages: int) -> tuple[int, int]:
 
 
 def max_running(plan: Plan, pages: int) -> int:
-    """Return how many sequences may run with this number of pages: at least 1, and each has room for two tokens."""
+    """Return how many sequences may run with this number of pages: as many as have room for two tokens, at least 1."""
     return max(1, min(plan.scheduler.max_running, pages * plan.cache.page_size // 2))
 
 
@@ -225,8 +226,8 @@ def memory_table(
 ) -> str:
     """Return a table of the uses of a device's memory. Each line has a name, GiB and a note.
 
-    The keys of `weight_bytes` are model names. `free_bytes` is the free memory after the pools are allocated. If steps
-    were measured, activations and graphs have their own lines and are subtracted from `free_bytes`.
+    The keys of `weight_bytes` are model names. `free_bytes` is the free memory after the pools are allocated. If
+    `steps` was measured, activations and graphs get their own lines, and the line of free memory does not include them.
     """
     parts = ", ".join(f"{size / GIB:.2f} of the {name}" for name, size in weight_bytes.items())
     rows = [

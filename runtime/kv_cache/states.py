@@ -1,13 +1,15 @@
 """Caches of layers that keep one state of fixed size per sequence (see `ops.recurrence`).
 
-A pool has slots for states. A running sequence owns two slots and writes them alternately, so its last token can be
-computed again. A *snapshot* is the state at the end of a page. A sequence that matches this page in the prefix tree
-resumes from the snapshot. States are never copied: a row that passes the end of such a page is split into two spans.
-The first span writes the snapshot, and the second continues from it.
+A pool has slots, each of which holds one state. A running sequence owns two slots and writes them alternately, so that
+its last token can be computed again from the state before it. A *snapshot* is the state at the end of a page. A
+sequence that matches this page in the prefix tree resumes from the snapshot. States are never copied. Instead, a row
+that passes the end of a page with a snapshot is split into two spans: the first span writes the snapshot, and the
+second one reads it.
 
 A prompt row writes snapshots at the end of its last full page, and at the end of the last page before its last token.
-Decoding writes a snapshot at the end of each page, and keeps the two newest. If slots run out, the least recently used
-snapshot is dropped. A prefix then matches only up to its last snapshot. Slot 0 holds zeros, the initial state.
+Decoding writes a snapshot at the end of each page, and only the two newest ones are kept. If slots run out, the least
+recently used snapshot is dropped. A prefix matches only up to its last snapshot. Slot 0 holds zeros, which are the
+initial state.
 """
 
 from __future__ import annotations
@@ -32,24 +34,25 @@ if TYPE_CHECKING:
 
 ZEROS = 0
 OWN_SLOTS = 2
-MIN_SLOTS = 3  # minimum per running sequence: its two own slots and one for a snapshot
-MAX_SLOTS = 4  # maximum per running sequence if the number is not configured
-MAX_SPANS = 4  # maximum per row
+MIN_SLOTS = 3  # minimum number of slots per running sequence: its two own slots and one for a snapshot
+MAX_SLOTS = 4  # maximum number of slots per running sequence, unless the number is configured
+MAX_SPANS = 4  # maximum number of spans per row
 
 
 @dataclass(slots=True)
 class _States:
-    """The slots of one sequence: its two own slots (from its first row on), and the slots of its last two states."""
+    """The slots of one sequence: its own two (allocated with its first row), and those with its last two states."""
 
     slot: int = ZEROS  # slot of the state after `length` tokens
     length: int = 0
-    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens, from which the last span started
+    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens, which the last span read
     previous_length: int = 0
     own: list[int] = field(default_factory=list)
-    output_pages: list[int] = field(default_factory=list)  # output pages with snapshots, the newest last
+    # Pages with output tokens that have snapshots, the newest last.
+    output_pages: list[int] = field(default_factory=list)
 
     def rewind(self, start: int) -> None:
-        """Continue from the state after `start` tokens. Raises RuntimeError if that state was overwritten."""
+        """Continue from the state after `start` tokens. Raises RuntimeError if this state was overwritten."""
         if start == self.length:
             return
         if start != self.previous_length:
@@ -61,11 +64,11 @@ class _States:
         self.slot, self.length = slot, end
 
     def other(self) -> int:
-        """Return the own slot that the next span may overwrite, because it does not read it."""
+        """Return the own slot to which the next span may write: the one that does not hold the current state."""
         return self.own[self.slot == self.own[0]]
 
     def substitute(self, slot: int, same: int) -> None:
-        """Read slot `same`, which holds an equal state, in place of `slot`."""
+        """Read slot `same` instead of `slot`. Both hold the same state."""
         self.slot = same if self.slot == slot else self.slot
         self.previous_slot = same if self.previous_slot == slot else self.previous_slot
 
@@ -79,7 +82,7 @@ class StateKind(CacheKind):
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
-        """Return the number of slots: 1 for the zeros, plus the configured number or a number derived from the plan."""
+        """Return the number of slots: one for the zeros, plus the configured number or one from the plan."""
         if plan.cache.max_states is not None:
             return 1 + plan.cache.max_states
         spec = next(iter(specs.values()))
@@ -114,8 +117,8 @@ class StateKind(CacheKind):
     def reset(self) -> None:
         self._free = list(range(self.count - 1, ZEROS, -1))
         self._states: dict[Sequence, _States] = {}
-        self._snapshots: dict[int, int] = {}  # page -> slot; least recently used first
-        self._in_step: set[int] = set()  # slots that the spans of the step being built use
+        self._snapshots: dict[int, int] = {}  # page -> slot of its snapshot; least recently used first
+        self._in_step: set[int] = set()  # slots that the step being built reads or writes
 
     @property
     def max_sequences(self) -> int:
@@ -130,7 +133,7 @@ class StateKind(CacheKind):
         states = self._states[sequence] = _States()
         if sequence.pages:
             page = sequence.pages[-1]
-            slot = self._snapshots[page] = self._snapshots.pop(page)  # now the most recently used
+            slot = self._snapshots[page] = self._snapshots.pop(page)  # makes the snapshot the most recently used one
             states.slot = states.previous_slot = slot
             states.length = states.previous_length = len(sequence.pages) * self._size
 
@@ -142,7 +145,8 @@ class StateKind(CacheKind):
         for sequence, start, count in zip(sequences, starts.tolist(), counts.tolist(), strict=True):
             states = self._states[sequence]
             if not states.own:
-                states.own = [self._free.pop() for _ in range(OWN_SLOTS)]  # snapshots never take these slots
+                # Snapshots never take the slots that sequences own.
+                states.own = [self._free.pop() for _ in range(OWN_SLOTS)]
             states.rewind(start)
             for end in self._cuts(sequence, start, start + count):
                 slot = self._snapshot(sequence, states, end) if end % self._size == 0 else None
@@ -188,7 +192,7 @@ class StateKind(CacheKind):
     def _cuts(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Return the ends of a row's spans.
 
-        A row is cut at these positions:
+        A row ends a span at these positions:
         - the end of its last full page
         - the end of the last full page that a sequence with the same tokens could share
         - before its last token, if this token may be computed again
@@ -201,7 +205,7 @@ class StateKind(CacheKind):
         return sorted(cut for cut in cuts if cut > start)
 
     def _snapshot(self, sequence: Sequence, states: _States, end: int) -> int | None:
-        """Return a slot for the snapshot at position `end`, the end of a page, or None if no slot is available."""
+        """Return a slot for a snapshot at `end`, the end position of a page, or None if no slot is available."""
         page = sequence.pages[end // self._size - 1]
         if page in self._snapshots:
             return self._snapshots[page]
@@ -218,11 +222,11 @@ class StateKind(CacheKind):
 
     @property
     def _num_available_snapshots(self) -> int:
-        """Number of further snapshots that can be kept while enough slots remain for running sequences."""
+        """Number of additional snapshots that fit while enough slots remain for the running sequences."""
         return self.count - 1 - OWN_SLOTS * self.max_sequences - len(self._snapshots)
 
     def _drop_one(self, pages: Iterable[int]) -> None:
-        """Drop the first snapshot of these pages that neither a sequence nor the step being built uses."""
+        """Drop the first snapshot of these pages that is used neither by a sequence nor by the step being built."""
         needed = {slot for states in self._states.values() for slot in (states.slot, states.previous_slot)}
         needed |= self._in_step
         unread = next((page for page in pages if self._snapshots.get(page, ZEROS) not in needed | {ZEROS}), None)

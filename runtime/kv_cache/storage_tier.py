@@ -1,14 +1,14 @@
-"""The storage tier: pages of the host tier are saved to a store, for later use and for other servers.
+"""The storage tier saves pages of the host tier to a page store, for later use and for other servers.
 
-This is the synchronous part, which decides which pages are loaded and saved. `actors/storage.py` takes the work from
-here. The ranks perform it concurrently with the steps, and the actor reports the results. While work is in progress,
-its host pages are used by nothing else:
+This module decides which pages are loaded and saved. It is synchronous. `actors/storage.py` fetches the loads and saves
+to do, makes the ranks perform them while steps run, and reports the results. Meanwhile nothing else uses their host
+pages:
 
-- A page is saved after the step that copied it to the host has succeeded. It stays in the host tier until the
-  save has ended.
+- A page is saved after the step that copied it to the host has succeeded. It is not evicted from the host tier before
+  the save has ended.
 - A page is loaded into an unused host page. It enters the host tier after it has arrived and its checksum is right.
 
-`reserved` lists the host pages of work in progress that are not in the host tier.
+`reserved` lists the host pages of running loads and saves that are not in the host tier.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from runtime.kv_cache.host_tier import Entry, HostTier
 from runtime.kv_cache.page_keys import is_local, page_keys
 from runtime.sequence import Sequence
 
-SAVED_AT_ONCE = 64  # maximum number of pages saved at a time
-MAX_READY = 65_536  # maximum number of pages that wait to be saved; the oldest are dropped
-LOADED_SHARE = 0.5  # maximum share of the host tier's pages that one load may take
-GAIN = 0.8  # loading must take at most this share of the time to compute the same tokens
-PROBE_EVERY = 16  # one in this number of loads that seem too slow is performed, to measure again
+SAVED_AT_ONCE = 64  # maximum number of pages in one save
+MAX_READY = 65_536  # maximum number of pages that wait to be saved; then the oldest ones are dropped
+LOADED_SHARE = 0.5  # one load may take at most this share of the host tier's pages
+GAIN = 0.8  # pages are loaded if this takes at most this share of the time to compute their tokens
+PROBE_EVERY = 16  # if loads seem too slow, every 16th one is still performed, to measure the speed again
 WEIGHT = 0.3  # weight of the newest measurement in the moving average
 
 
@@ -35,32 +35,32 @@ class StorageCounts(NamedTuple):
 
     num_saved: int = 0
     num_loaded: int = 0
-    num_missed: int = 0  # requested pages that the store never had or has dropped
-    num_corrupt: int = 0  # pages whose checksum was wrong, on all ranks
+    num_missed: int = 0  # pages that were looked up and that the store does not have
+    num_corrupt: int = 0  # pages whose checksum was wrong, summed over all ranks
     num_failed: int = 0  # pages that the store did not accept
-    num_too_slow: int = 0  # pages that were computed instead, because loading seemed slower
+    num_too_slow: int = 0  # pages that were computed because loading them seemed slower
 
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Pages that waiting sequences have neither on the device nor on the host."""
+    """One lookup: pages of waiting sequences that are neither on the device nor on the host."""
 
     keys: list[bytes]  # keys of all pages of the prefix
     first: int  # index of the first missing page
     sequences: list[Sequence] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)  # target host pages during the load
-    is_current: bool = True  # False if the host tier was emptied after the load began
+    pages: list[int] = field(default_factory=list)  # host pages into which the pages are loaded
+    is_current: bool = True  # False if the host tier was emptied since the load began
 
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """Pages of the host tier to write to the store."""
+    """Pages of the host tier that are being written to the store."""
 
     entries: dict[bytes, Entry]
 
 
 class StorageTier:
-    """Decides which pages move between the host tier and a store. Belongs to one `HostTier`."""
+    """Decides which pages move between a host tier and a page store."""
 
     def __init__(
         self,
@@ -72,27 +72,27 @@ class StorageTier:
         loads: bool = True,
         loads_slow: bool = False,
     ) -> None:
-        """With `waits`, a sequence is not admitted while its pages are loaded.
+        """Create the tier of `host`. With `waits`, a sequence is not admitted while its pages are loaded.
 
-        Prefixes with fewer than `min_pages` missing pages are not looked up. `saves` and `loads` say whether pages are
-        written to the store, and read from it. With `loads_slow`, pages are loaded even if it seems faster to compute
-        them.
+        A prefix is looked up only if it has at least `min_pages` missing pages. `saves` and `loads` say whether pages
+        are written to the store and read from it. With `loads_slow`, pages are loaded even if computing them seems
+        faster.
         """
         self._saves, self._loads, self._loads_slow = saves, loads, loads_slow
         self.attached = False
-        self.saving: dict[bytes, Entry] = {}  # pages that a save in progress reads
-        self.held: set[Sequence] = set()  # waiting sequences that must not be admitted yet
-        self.load_s: float | None = None  # measured time to load one page
+        self.saving: dict[bytes, Entry] = {}  # pages that running saves read, by key
+        self.held: set[Sequence] = set()  # waiting sequences that must not be admitted before their load has ended
+        self.load_s: float | None = None  # measured seconds to load one page; None: unknown
         self._host = host
         self._waits = waits
         self._min_pages = min_pages
-        self._new: dict[bytes, Entry] = {}  # written to the host by the batch being built
-        self._pushed: list[dict[bytes, Entry]] = []  # written to the host by copies outside a batch
-        # Pages written to the host by the steps in flight: (step number, entries).
+        self._new: dict[bytes, Entry] = {}  # pages that the batch being built copies to the host
+        self._pushed: list[dict[bytes, Entry]] = []  # pages that copies outside a batch write to the host
+        # Pages that the steps in flight copy to the host: (step number, entries).
         self._copied: deque[tuple[int, dict[bytes, Entry]]] = deque()
-        self._ready: dict[bytes, Entry] = {}  # can be saved
-        self._orphans: set[int] = set()  # host pages that a save still reads after they left the host tier
-        self._wanted: dict[bytes, Wanted] = {}  # lookups to do, by last key
+        self._ready: dict[bytes, Entry] = {}  # pages that wait to be saved
+        self._orphans: set[int] = set()  # host pages that left the host tier while a save still reads them
+        self._wanted: dict[bytes, Wanted] = {}  # lookups that have not started, by their last key
         self._loading: list[Wanted] = []
         self._distrusted: list[bytes] = []
         self._num_slow = 0
@@ -105,12 +105,12 @@ class StorageTier:
 
     @property
     def compute_s(self) -> float | None:
-        """Measured time to compute the tokens of one page; None: unknown."""
+        """Measured seconds to compute the tokens of one page; None: unknown."""
         return self._host.compute_s
 
     @property
     def reserved(self) -> list[int]:
-        """Host pages of work in progress that are not in the host tier."""
+        """Host pages of running loads and saves that are not in the host tier."""
         return [*self._orphans, *(page for wanted in self._loading for page in wanted.pages)]
 
     @property
@@ -119,43 +119,43 @@ class StorageTier:
 
     @property
     def is_distrusting(self) -> bool:
-        """Whether pages wait to be removed from the store, because their KV may be wrong."""
+        """Whether some pages must still be removed from the store, because their KV may be wrong."""
         return bool(self._distrusted)
 
-    # --- from the host tier and the scheduler ---
+    # --- called by the host tier and the scheduler ---
 
     def written(self, key: bytes, entry: Entry) -> None:
-        """Note that the batch being built copies a page to the host."""
+        """Record that the batch being built copies a page to the host."""
         if self.attached and self._saves and not is_local(key):
             self._new[key] = entry
 
     def take_new(self) -> dict[bytes, Entry]:
-        """Return and clear the pages whose copies no batch carries yet. Call `settle` when these copies are done."""
+        """Return and clear the pages whose copies are in no batch yet. Call `settle` when these copies have ended."""
         new, self._new = self._new, {}
         self._pushed.append(new)
         return new
 
     def settle(self, new: dict[bytes, Entry], *, succeeded: bool = True) -> None:
-        """Note that copies outside a batch (see `take_new`) have ended. Only successful copies are saved later."""
+        """Record the end of copies that ran outside a batch (see `take_new`). They are saved only if they succeeded."""
         self._pushed = [each for each in self._pushed if each is not new]
         if succeeded:
             self._ready.update(new)
 
     def filled(self, number: int) -> None:
-        """Note that batch `number` carries the copies noted since the last batch."""
+        """Record that all copies since the last call are part of batch `number`."""
         if self._new:
             self._copied.append((number, self._new))
             self._new = {}
 
     def applied(self, number: int) -> None:
-        """Note that step `number` and all earlier steps have succeeded."""
+        """Record that step `number` and all steps before it have succeeded. The pages that they copied can be saved."""
         while self._copied and self._copied[0][0] <= number:
             self._ready.update(self._copied.popleft()[1])
         while len(self._ready) > MAX_READY:
             del self._ready[next(iter(self._ready))]
 
     def detained(self, key: bytes, entry: Entry) -> bool:
-        """Return whether a save still reads the page that leaves the host tier.
+        """Return whether a save still reads a page that leaves the host tier.
 
         If so, the page is freed after the save.
         """
@@ -165,13 +165,13 @@ class StorageTier:
         return True
 
     def distrust(self, key: bytes) -> None:
-        """Remove a page from the store, because its KV may be wrong."""
+        """Request the removal of a page from the store, because its KV may be wrong."""
         if self.attached and not is_local(key):
             self._ready.pop(key, None)
             self._distrusted.append(key)
 
     def clear(self) -> Collection[int]:
-        """Note that the host tier becomes empty. Return the host pages of work in progress."""
+        """Forget all pages, because the host tier becomes empty. Return the host pages of running loads and saves."""
         self.drop_unsaved()
         for wanted in self._loading:
             wanted.is_current = False
@@ -184,7 +184,7 @@ class StorageTier:
             pages.clear()
 
     def want(self, sequence: Sequence, num_pages: int, limit: int) -> None:
-        """Request a lookup of the pages after the first `num_pages`, which the device has, and before token `limit`."""
+        """Request a lookup of the pages after the first `num_pages` (which the sequence has), up to token `limit`."""
         size = self._host.page_size
         end = limit // size
         if (
@@ -204,10 +204,10 @@ class StorageTier:
         if self._waits:
             self.held.add(sequence)
 
-    # --- from the actor ---
+    # --- called by the actor ---
 
     def has_leaving(self, keys: list[bytes]) -> bool:
-        """Return whether one of these pages is on its way to the store."""
+        """Return whether one of these pages will be saved to the store or is being saved."""
         steps = (entries for _, entries in self._copied)
         moving = (self._ready, self.saving, self._new, *self._pushed, *steps)
         if not all(entries.keys().isdisjoint(keys) for entries in moving):
@@ -224,12 +224,12 @@ class StorageTier:
         return self._wanted.pop(next(iter(self._wanted))) if self._wanted else None
 
     def begin_load(self, wanted: Wanted, num_found: int) -> bool:
-        """Reserve host pages for the next `num_found` pages, which the store has. Return False if nothing is loaded.
+        """Reserve host pages for the `num_found` pages that the store has. Return False if they are not worth loading.
 
-        Sets `wanted.pages`. No page copy that reads or writes host pages may be pending.
+        Sets `wanted.pages`. Call it only while no copy of host pages is pending.
         """
         host = self._host
-        while num_found and wanted.keys[wanted.first] in host:  # arrived in the meantime
+        while num_found and wanted.keys[wanted.first] in host:  # the page was computed or loaded meanwhile
             wanted.first += 1
             num_found -= 1
         self._note(num_missed=len(wanted.keys) - wanted.first - num_found)
@@ -245,7 +245,7 @@ class StorageTier:
         return True
 
     def end_load(self, wanted: Wanted, count: int, seconds: float) -> None:
-        """Add the first `count` pages of a load to the host tier, and free the remaining pages."""
+        """Add the first `count` pages of a load to the host tier, and free its other pages. It took `seconds`."""
         host = self._host
         self._loading.remove(wanted)
         pages, wanted.pages = wanted.pages, []
@@ -254,7 +254,7 @@ class StorageTier:
         elif count == len(pages):
             newest = seconds / count
             self.load_s = newest if self.load_s is None else self.load_s + WEIGHT * (newest - self.load_s)
-        for number in reversed(range(count)):  # successors first
+        for number in reversed(range(count)):  # from last to first, as `loaded` requires
             index = wanted.first + number
             if wanted.keys[index] in host:
                 host.free_pages([pages[number]])
@@ -266,11 +266,11 @@ class StorageTier:
         self._note(num_loaded=count, num_missed=len(pages) - count)
 
     def release(self, wanted: Wanted) -> None:
-        """Allow the sequences of a lookup to be admitted."""
+        """Let the sequences that wait for a lookup be admitted."""
         self.held.difference_update(wanted.sequences)
 
     def take_save(self, limit: int = SAVED_AT_ONCE) -> Save | None:
-        """Return up to `limit` pages to save, or None. No page copy may be pending.
+        """Return up to `limit` pages to save, or None. Call it only while no page copy is pending.
 
         The pages stay allocated until `end_save`.
         """
@@ -286,7 +286,7 @@ class StorageTier:
         return Save(entries)
 
     def end_save(self, save: Save, num_failed: int) -> None:
-        """Note that a save has ended and that the store did not accept `num_failed` of its pages."""
+        """Record that a save has ended, and that the store did not accept `num_failed` of its pages."""
         for key, entry in save.entries.items():
             del self.saving[key]
             if entry.page in self._orphans:
@@ -295,7 +295,7 @@ class StorageTier:
         self._note(num_saved=len(save.entries) - num_failed, num_failed=num_failed)
 
     def note_corrupt(self, num_corrupt: int) -> None:
-        """Raise the number of pages with a wrong checksum to `num_corrupt`, if it is larger."""
+        """Set the number of pages with a wrong checksum to `num_corrupt`, if this is larger than before."""
         self._counts = self._counts._replace(num_corrupt=max(num_corrupt, self._counts.num_corrupt))
 
     def attach(self) -> None:
@@ -304,7 +304,7 @@ class StorageTier:
         self.load_s = None
 
     def detach(self) -> None:
-        """Stop using the store. Loads and saves in progress must have ended."""
+        """Stop using the store. No load or save may be in progress."""
         self.attached = False
         self.held.clear()
         self.drop_unsaved()
@@ -314,7 +314,8 @@ class StorageTier:
     def _pays(self, count: int) -> bool:
         """Return whether to load `count` pages.
 
-        They are loaded if this seems faster than computing them, or if its speed must be measured (again).
+        They are loaded if this seems faster than computing their tokens, or if the speed of loads must be measured
+        (again).
         """
         compute_s = self._host.compute_s
         if self._loads_slow or self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:

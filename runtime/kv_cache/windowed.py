@@ -1,15 +1,15 @@
 """A separate page pool for sliding-window layers, in which a sequence keeps only the pages of its window.
 
-Each page of the prefix cache may have a *windowed page* in this pool. A page gets its windowed page when it is
-allocated. The windowed page is needed until no later token of any running sequence attends to it. After that, the
-windowed page of a private page is freed. The windowed page of a tree page is kept until its memory is needed, so that
-prompts can resume after the page.
+Each page of the prefix cache may have a *windowed page* in this pool, which it gets when it is allocated. The windowed
+page is in use as long as a future token of a running sequence can attend to it. Then the windowed page of a private
+page is freed. The windowed page of a tree page is kept until its memory is needed, so that later prompts can resume
+after this page.
 
 A sequence resumes after n cached pages only if all pages in the window of its next token have windowed pages. Otherwise
 a shorter prefix is used. If a sequence recomputes tree pages that have lost their windowed pages, the tree pages get
 the new windowed pages.
 
-Attention reads no page before the window (`ops.attention`). Page tables list the scratch page there.
+Attention reads no page before the window (`ops.attention`). For these positions, page tables contain the scratch page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class WindowedPages(CacheKind):
-    """Allocates windowed pages. A running sequence has one for each page of its window."""
+    """Allocates windowed pages. A running sequence has one for each prefix-cache page in its window."""
 
     name = "windowed"
 
@@ -44,7 +44,7 @@ class WindowedPages(CacheKind):
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
-        """Return a share of `num_pages` that suffices for at least one sequence with its largest chunk."""
+        """Return a share of `num_pages` that is enough for at least one sequence with its largest chunk."""
         size = plan.cache.page_size
         minimum = pages_held(_window(specs), size) + -(-plan.scheduler.step_prompt_tokens // size)
         return min(num_pages, max(minimum, int(num_pages * (plan.cache.window_ratio or 1.0))))
@@ -80,19 +80,20 @@ class WindowedPages(CacheKind):
 
     def reset(self) -> None:
         self._free = list(range(self.count - 1, -1, -1))
-        # Windowed page of each page, or `count` if the page has none.
+        # Windowed page of each prefix-cache page, or `count` if it has none.
         self._windowed: Ints = np.full(self._num_pages, self.count, np.int32)
-        self._users = [0] * self._num_pages  # page -> number of running sequences that may still attend to it
+        self._users = [0] * self._num_pages  # page -> number of running sequences that may still attend to the page
         # Tree pages that have a windowed page and no users, least recently used first.
         self._evictable: dict[int, None] = {}
-        self._first: dict[Sequence, int] = {}  # index of the first page that the sequence uses, in its page list
+        # Index, in the sequence's page list, of the first page that the sequence still uses.
+        self._first: dict[Sequence, int] = {}
 
     @property
     def num_available(self) -> int:
         return len(self._free) + len(self._evictable)
 
     def pages_ahead(self, sequence: Sequence, num_pages: int) -> int:
-        """Return the number of pages until the sequence's window is full, at most `num_pages`."""
+        """Return how many of the next `num_pages` pages need an additional windowed page before the window is full."""
         held = len(sequence.pages) - self._first.get(sequence, 0)
         return max(0, min(num_pages, self._pages_held - held))
 
@@ -121,7 +122,7 @@ class WindowedPages(CacheKind):
 
     def filled(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            # Late tokens can rewind the sequence, but never before its last known token.
+            # Late host data can rewind the sequence, but never before its last known token.
             position = min(sequence.num_computed, len(sequence.ids) - 1)
             first, end = self._first[sequence], self._first_used(position)
             if end > first:
@@ -163,7 +164,7 @@ class WindowedPages(CacheKind):
             )
 
     def _first_used(self, position: int) -> int:
-        """Return the index of the first page to which a token at `position` attends."""
+        """Return the index of the first page to which a token at `position` can attend."""
         return max(0, position - self.window + 1) // self._size
 
     def _use(self, pages: Iterable[int]) -> None:
@@ -172,7 +173,7 @@ class WindowedPages(CacheKind):
             self._evictable.pop(page, None)
 
     def _release_pages(self, sequence: Sequence, first: int, end: int) -> None:
-        """Release the windowed pages of indices first .. end - 1 in the sequence's page list."""
+        """Release the windowed pages of the pages first .. end - 1 in the sequence's page list."""
         num_shared = sequence.num_shared // self._size
         for index in range(first, end):
             page = sequence.pages[index]
@@ -191,10 +192,10 @@ class WindowedPages(CacheKind):
 
 
 def pages_held(window: int, page_size: int) -> int:
-    """Return an upper bound on the windowed pages of a decoding sequence.
+    """Return an upper bound on the number of windowed pages of a decoding sequence.
 
-    The window may begin and end within a page. Pages are released late: after the last known token has passed them, and
-    only at the end of a page.
+    The window may begin and end within a page. Pages are released late: only at the end of a page, and after the last
+    known token has passed them.
     """
     return -(-window // page_size) + 3
 

@@ -75,7 +75,10 @@ class DecodeRuns:
         return running.full or not running.tables.num_free
 
     def advance(self, num_steps: int, token_id: int) -> None:
-        """Update sequences, pages and the expected output length as `num_steps` equal steps sample `token_id`."""
+        """Update sequences, pages and the expected output length as `num_steps` equal steps would.
+
+        Every step samples `token_id` in each row.
+        """
         self._append_pages(num_steps)
         tokens = [token_id] * num_steps
         for sequence in self._running:
