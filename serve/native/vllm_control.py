@@ -207,7 +207,11 @@ async def is_paused(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def sleep(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Release the memory of weights and KV cache. `level=1` keeps the weights in files; `level=2` discards them."""
+    """Release the memory of weights and KV cache.
+
+    Weights that cannot be read from the checkpoint's files again, such as a trainer's, are written to a temporary file
+    by `level=1` and discarded by `level=2`.
+    """
     level, mode = http.query_params.get("level", "1"), http.query_params.get("mode", "abort")
     if level not in ("1", "2"):
         raise InvalidRequest("level must be 1 or 2.", param="level")

@@ -153,7 +153,8 @@ class PenstockServer:
     async def sleep(self, tags: list[str] | None = None, level: int = 1) -> None:
         """Release the memory of "weights" and "kv_cache", or only of the kinds in `tags`.
 
-        Level 1 keeps the weights in files, and level 2 discards them. Raises `InvalidRequest` for another level.
+        Weights that cannot be read from the checkpoint's files again, such as a trainer's, are written to a temporary
+        file by level 1 and discarded by level 2. Raises `InvalidRequest` for another level.
         """
         if level not in (1, 2):
             raise InvalidRequest("level must be 1 or 2.", param="level")

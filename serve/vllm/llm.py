@@ -255,9 +255,10 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Release the memory of weights and KV cache until `wake_up`.
 
-        Level 0 releases nothing and only pauses generation. Level 1 keeps the weights in a temporary file. Level 2
-        discards the weights; after `wake_up`, load them with `engine.update_weights_from_disk`. Raises `InvalidRequest`
-        for another level.
+        Level 0 releases nothing and only pauses generation. With levels 1 and 2, `wake_up` reads the weights from the
+        checkpoint's files again. If that is impossible, for example because a trainer has sent other weights, level 1
+        writes the weights to a temporary file, and level 2 discards them: after `wake_up`, load weights with
+        `engine.update_weights_from_disk`. Raises `InvalidRequest` for another level.
         """
         if level not in (0, 1, 2):
             raise InvalidRequest(f"level must be 0, 1 or 2, not {level!r}.", param="level")
