@@ -343,7 +343,7 @@ class ExpertPlan(Section):
 
     @property
     def records(self) -> bool:
-        """Whether the chosen experts of each step are needed."""
+        """Whether each step must report which experts the router chose."""
         return self.record is not None or self.returned
 
 

@@ -57,7 +57,7 @@ from runtime.modeling.decoder import Decoder
 from runtime.modeling.host_layers import HostLayer, shared_modules
 from runtime.models.registry import config_of, entry, family_of
 
-KEEPING = frozenset(backend.file for backend in BLOCK_PRODUCTS.values())  # products that read packed weights on a GPU
+KEEPING = frozenset(backend.file for backend in BLOCK_PRODUCTS.values())  # GPU products that read packed weights
 MAX_NEXTN_LAYERS = 16  # maximum number of multi-token prediction layers after the model's own layers
 SHARD_FILES = "model-rank-{rank}-part-{part}.safetensors"  # files of the load format sharded_state
 

@@ -109,7 +109,7 @@ def _copy(files: Any, root: str, names: list[str], available: dict[str, Any], fo
 
 
 def _weights_of_modules(folder: Path, available: dict[str, Any]) -> list[str]:
-    """Return the weights in the folders of sentence-transformers' modules."""
+    """Return the names of the weight files in the folders of sentence-transformers' modules."""
     folders, kinds = module_folders(folder), [*WEIGHTS[0], *WEIGHTS[1]]
     inside = [name.rpartition("/") for name in available]
     return ["".join(name) for name in inside if name[0] in folders and any(fnmatch(name[2], each) for each in kinds)]

@@ -30,7 +30,7 @@ PLACEHOLDERS: Mapping[Kind, Sequence[str]] = {
     "video": ("video_token",),
     "audio": ("boa_token", "audio_token"),
 }
-# The part of a processor for each kind: the first of these names that exists.
+# Kind -> names that a processor may use for the part that handles this kind. The first name that exists is used.
 PARTS: Mapping[Kind, Sequence[str]] = {
     "image": ("image_processor",),
     "video": ("video_processor",),
@@ -167,7 +167,7 @@ def _process(processor: Any, placeholder: str, kind: Kind, content: Any, options
 
 
 def _metadata(total: int, fps: float | None, video: Video | None) -> Any:
-    """Return transformers' description of a video, or of a file whose frames are not chosen yet."""
+    """Return transformers' `VideoMetadata`. `video` is None while the frames have not been chosen yet."""
     from transformers.video_utils import VideoMetadata
 
     if video is None:

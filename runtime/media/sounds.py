@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runtime.errors import InvalidRequest
 from runtime.media.containers import Deadline, opened
 
-MARGIN = 1024  # samples by which the lengths of frames may exceed the resampled length
+MARGIN = 1024  # tolerance in samples, because the frames together may be longer than the resampled audio
 
 
 def decode_audio(content: Any, rate: int, max_s: float, param: str) -> NDArray[np.float32]:

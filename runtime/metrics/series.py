@@ -136,7 +136,7 @@ class EngineMetrics:
         self.of_labels(("",) * len(plan.request_labels))
 
     def of_labels(self, values: tuple[str, ...]) -> RequestSeries:
-        """Return the series for these values of `plan.request_labels`. If there are too many series, return OTHER's."""
+        """Return the series for these values of `plan.request_labels`. If there are too many, return OTHER's series."""
         series = self.requests.get(values)
         if series is None:
             if len(self.requests) >= MAX_LABEL_SETS:

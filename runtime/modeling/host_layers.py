@@ -73,7 +73,7 @@ class HostLayer:
 
 
 def _by_storage(layer: nn.Module, shared: Collection[nn.Module]) -> dict[int, list[_Place]]:
-    """Return the layer's weights by the addresses of their storages."""
+    """Return address of a storage -> the layer's weights in this storage."""
     found: dict[int, list[_Place]] = {}
     for module in layer.modules():
         for name, each in module.named_parameters(recurse=False):

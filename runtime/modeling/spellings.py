@@ -128,12 +128,12 @@ def llama4(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cohere2(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a window to all but every fourth layer."""
+    """Set `layer_types`: every fourth layer has full attention, the other layers have a window."""
     return windows_by_pattern(dict(values), 4)
 
 
 def olmo3(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a window to all but every fourth layer. Rope scaling applies only to layers without a window."""
+    """Set `layer_types`: every fourth layer has full attention and rope scaling, the other layers have a window."""
     read = windows_by_pattern(dict(values), 4)
     rope = read.get("rope_parameters")
     if rope is None or (FULL not in rope and SLIDING not in rope):
@@ -147,7 +147,11 @@ def olmo3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a window to all but every `sliding_window_pattern`-th layer. The pattern "LLLG" means 4."""
+    """Set `layer_types` if the model has a window.
+
+    Every `sliding_window_pattern`-th layer has full attention, the other layers have the window. The pattern "LLLG"
+    means 4.
+    """
     read = dict(values)
     pattern = read.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
@@ -324,7 +328,7 @@ def qwen3_vl(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_interleaved_axes(read: dict[str, Any]) -> dict[str, Any]:
-    """Set `mrope_interleaved` in the rope parameters. If it is missing, transformers' modules interleave axes too."""
+    """Set `mrope_interleaved` in the rope parameters: transformers' modules interleave axes even without this field."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := read.get(name), Mapping) and rope.get("mrope_section") is not None:
             read[name] = {**rope, "mrope_interleaved": True}
@@ -355,7 +359,10 @@ def roberta(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modernbert(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a window to all but every `global_attn_every_n_layers`-th layer (default 3), and set rope parameters."""
+    """Set the rope parameters and `layer_types`.
+
+    Every `global_attn_every_n_layers`-th layer (default 3) has full attention, the other layers have a window.
+    """
     read = {"sliding_window_pattern": values.get("global_attn_every_n_layers"), **values}
     read = windows_by_pattern(read, 3, first=0)
     if read.get("rope_parameters") is None:

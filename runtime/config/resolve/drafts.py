@@ -44,7 +44,7 @@ _NUMBERS = ("max_drafts", "max_lookup_drafts", "max_model_drafts")
 
 
 def draft_plan(builder: PlanBuilder, demo_path: str | None) -> DraftPlan:
-    """Plan the draft model. Its path is the one that the user gave, or the head of the demo model at `demo_path`."""
+    """Plan the draft model. Its path is the user's or, for the demo model at `demo_path`, that of the demo's head."""
     algorithm = model_method(builder)
     path = builder.follow("speculative_draft_model_path")
     is_demo = demo_path is not None and builder.args.model.model_path in (None, demo_path)

@@ -36,7 +36,7 @@ def experts_on_gpu(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, fact
 
 
 def kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:
-    """Return whether linear layers may have 4-bit or float8 weights, which the Triton kernels can read."""
+    """Return whether weights of linear layers may stay in 4 bits or float8, which the Triton kernels can read."""
     stored = facts.quantization
     if asked is None or (stored is not None and asked in METHODS and METHODS[asked].only_unquantized):
         return stored in GROUPED

@@ -35,7 +35,7 @@ class QuotingTokens:
         self.by_tail: dict[bytes, list[int]] = {}  # tokens that begin a string; keys are the string's first bytes
         counted: dict[int, list[int]] = {2: [], 3: [], 4: []}
         ending: list[int] = []  # tokens with a quote after other bytes
-        # Number of quotes in a token -> tokens after which the output is inside a string.
+        # Number of quotes in a token -> tokens with this number that have text after the last quote.
         beginning: dict[int, list[int]] = {1: [], 2: []}
         for token_id in range(vocab_size):
             if token_id % TOKENS_BETWEEN_PAUSES == 0:

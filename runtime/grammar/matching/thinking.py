@@ -36,7 +36,7 @@ class LimitedThinking:
         self._blocks: dict[int, _Block] = {}
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """Request the host data of the next token."""
+        """Request the next token's host data, that is, its mask."""
         if not output.num_before:
             self._blocks[choice] = _Block(*self._markers, self._limit, self._also_close)
         block = self._blocks[choice]

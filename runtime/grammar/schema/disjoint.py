@@ -90,7 +90,7 @@ def _no_common_text(parts: Iterable[dict[str, Any]], values: Iterable[set[Consta
 
 
 def _values(parts: Iterable[dict[str, Any]]) -> set[Constant] | None:
-    """Return the constants that all schemas allow, or None if no schema lists constants that are all scalars."""
+    """Return the constants that all schemas allow, or None if no schema lists only scalar constants."""
     allowed: set[Constant] | None = None
     for part in parts:
         found = [part["const"]] if "const" in part else part.get("enum")

@@ -317,7 +317,7 @@ def _scales(stored: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, shape: tuple[int, ...], schemes: Schemes, name: str) -> Tensor:
-    """Expand scales to the shape of their weight, in blocks of a size that the configuration states if one fits."""
+    """Expand scales to the shape of their weight. If a block size that the configuration states fits, it is used."""
     if scales.numel() == 1:
         return scales.reshape(())
     if scales.dim() == 4 and len(shape) == 2:  # ModelOpt's blocks: [a, 1, b, 1]

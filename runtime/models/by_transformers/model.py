@@ -107,7 +107,10 @@ class TransformersDecoder(Decoder):
     def with_adapters(
         self, adapted: Mapping[int, Tensor] | Mapping[int, slice], num_tokens: int | None = None
     ) -> Iterator[None]:
-        """Let hooks apply adapters inside the context: `adapted` maps slots to tokens, of `num_tokens` in total."""
+        """Let hooks apply adapters inside the context.
+
+        `adapted` maps the slot of each adapter to its tokens in the next call, which has `num_tokens` tokens in total.
+        """
         self.adapted.update(adapted)
         self.num_adapted = num_tokens
         try:

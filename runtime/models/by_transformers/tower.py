@@ -100,7 +100,7 @@ class _Recorder(nn.Module):
 
 
 class _Inner(nn.Module):
-    """Replaces the `model` attribute of a causal language model."""
+    """Replaces the `model` attribute of a causal language model, and has only an embedding."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
