@@ -1,1 +1,1 @@
-"""Runs batches on the device, outside the event loop."""
+"""The worker of each rank: runs batches on the device, outside the event loop."""

@@ -1,4 +1,4 @@
-"""Fits an adapter's tensors for routed experts into the mixtures of a native model."""
+"""Converts an adapter's tensors for routed experts into changes of a native model's MoE layers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from runtime.layers.moe import MoE
 from runtime.loading.adapter_config import AdapterConfig
 from runtime.loading.adapter_files import LowRankPair
 
-# Names of adapted layers. `_ONE`: a weight of one expert, by the names of several families. `_ALL`: a weight of all
-# experts together, which peft adapts by a single low-rank pair.
+# Names of adapted layers. `_ONE` matches a weight of one expert, in the names of several model families. `_ALL` matches
+# the weight of all experts of a layer, which peft adapts by a single low-rank pair.
 _ONE = re.compile(r".+\.experts\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)")
 _ALL = re.compile(r".+\.experts(\.base_layer)*")
 _PARTS: Mapping[str, str] = {
@@ -33,7 +33,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def fit_experts(folder: Path, moe: MoE, pairs: Mapping[str, LowRankPair], config: AdapterConfig) -> ExpertChange:
-    """Return this rank's shard of the changes of one mixture. Raises CheckpointError for a wrong name or shape."""
+    """Return this rank's shard of the changes of one MoE layer. Raises CheckpointError for a wrong name or shape."""
     sizes = {"gate": (moe.inner.full, moe.size), "up": (moe.inner.full, moe.size), "down": (moe.size, moe.inner.full)}
     found: dict[str, dict[int, LowRankPair]] = {part: {} for part in sizes}
     for name, pair in pairs.items():
@@ -56,7 +56,7 @@ def fit_experts(folder: Path, moe: MoE, pairs: Mapping[str, LowRankPair], config
 def _by_expert(
     folder: Path, name: str, moe: MoE, pair: LowRankPair, config: AdapterConfig
 ) -> list[tuple[str, int, LowRankPair]]:
-    """Return (part, expert, scaled pair) for each expert that the pair changes."""
+    """Return (weight name, expert, scaled low-rank pair) for each expert that the adapter changes."""
     one = _ONE.fullmatch(name)
     if one is not None:
         return [(_PARTS[one["part"]], int(one["expert"]), pair)]

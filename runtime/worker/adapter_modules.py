@@ -1,4 +1,4 @@
-"""Adapter slots for models computed by transformers: hooks add an adapter's product to a module's output."""
+"""Adapter slots of models that transformers computes: hooks add the adapter's low-rank product to a module's output."""
 
 from __future__ import annotations
 
@@ -18,41 +18,44 @@ from runtime.loading.adapter_files import AdapterWeights, LowRankPair, TokenVect
 from runtime.modeling.decoder import Decoder
 from runtime.models.by_transformers.model import TransformersDecoder
 
-# Modules that do not process all tokens of a step in their order.
+# Modules whose inputs are not all tokens of a step in their order, so that hooks cannot tell the tokens apart.
 _EXCLUDED = re.compile(r"(^|\.)(experts|vision\w*|visual|audio\w*|multi_modal\w*)(\.|$)")
 _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.|transformer\.)?")
 
 
 class ModuleChange(NamedTuple):
-    """The change of one module by an adapter: W [O, I] becomes W + b a, and `rows` replace the vectors of some tokens.
+    """The change of one module by an adapter. W [O, I] becomes W + b a, and `rows` replace the vectors of some tokens.
 
     For an embedding, W is the transpose of its weight [V, E].
     """
 
     a: Tensor  # [r, I]
-    b: Tensor  # [O, r], scaled
-    magnitude: Tensor | None = None  # norms of the rows of the new weight (DoRA), float32 [O]
+    b: Tensor  # [O, r], already scaled
+    magnitude: Tensor | None = None  # norms of the rows of the changed weight (DoRA), float32 [O]
     ids: Tensor | None = None
     rows: Tensor | None = None  # new vectors of the tokens `ids`, [n, E]
 
 
 class ModuleSlots:
-    """Adapter slots of a model computed by transformers: in its linear modules, embedding and LM head."""
+    """Adapter slots of a model that transformers computes: in its linear modules, embedding and LM head."""
 
-    nbytes = 0  # placed adapters take only as much memory as their files
+    nbytes = 0  # nothing is allocated in advance: an adapter takes only the memory of its tensors
 
     @staticmethod
     def of(model: Decoder, targets: tuple[str, ...] | None, device: torch.device) -> ModuleSlots:
-        """Add hooks to a decoder. Raises CheckpointError if the model is not a decoder."""
+        """Create the slots of a decoder and add hooks to its modules.
+
+        Raises CheckpointError if the model is not a decoder.
+        """
         if not isinstance(model, TransformersDecoder):
             raise CheckpointError("--enable-lora: encoders that transformers computes take no adapters; merge them.")
         return ModuleSlots(model, targets, device)
 
     def __init__(self, model: TransformersDecoder, targets: tuple[str, ...] | None, device: torch.device) -> None:
-        """Add the hooks. Raises CheckpointError if no module can have adapters."""
+        """Add hooks to the modules that `targets` names. Raises CheckpointError if no module can have adapters."""
         self.device, self.dtype = device, model.dtype
         self._model = model
-        self.changes: dict[tuple[nn.Module, int], ModuleChange] = {}  # by module and slot
+        self.changes: dict[tuple[nn.Module, int], ModuleChange] = {}  # by module and slot number
         self.modules: dict[str, nn.Module] = {}
         head, embedding = model.model.get_output_embeddings(), model.model.get_input_embeddings()
         for name, module in model.model.named_modules():
@@ -70,7 +73,7 @@ class ModuleSlots:
         self._tied = head is not None and head.weight is embedding.weight
 
     def fit(self, folder: Path, weights: AdapterWeights) -> ModuleAdapter:
-        """Return an adapter in host memory. Raises CheckpointError if the model has no module for a tensor."""
+        """Return an adapter in host memory. Raises CheckpointError if the model lacks the module of a tensor."""
         unknown = [name for name in (*weights.pairs, *weights.tokens) if _PREFIX.sub("", name) not in self.modules]
         if unknown:
             raise CheckpointError(
@@ -106,7 +109,7 @@ class ModuleSlots:
         return ModuleChange(a, b, magnitude, torch.tensor(tokens.ids), tokens.vectors.to(self.dtype))
 
     def _hook(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Apply the changes of the adapters in the step. Does nothing in steps without adapters."""
+        """Apply the adapters of the step to a module's output. Returns None (no change) in steps without adapters."""
         adapted, num_tokens = self._model.adapted, self._model.num_adapted
         for slot, tokens in adapted.items():
             change = self.changes.get((module, slot))
@@ -125,7 +128,7 @@ class ModuleSlots:
 
 @dataclass(slots=True)
 class ModuleAdapter:
-    """An adapter of a model computed by transformers."""
+    """An adapter in host memory, for a model that transformers computes."""
 
     _slots: ModuleSlots
     _changes: Mapping[nn.Module, ModuleChange]
@@ -142,18 +145,21 @@ class ModuleAdapter:
                 slots.changes[module, slot] = ModuleChange(*moved)  # pyright: ignore[reportArgumentType]
 
     def measure(self) -> bool:
-        return False  # hooks compute the norms of DoRA in each step, from the weights of their modules
+        return False  # nothing to measure: hooks compute the norms of DoRA in each step
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Return the numbers of outputs and inputs of a module."""
+    """Return the number of outputs and the number of inputs of a module."""
     weight = module.get_parameter("weight")
     is_stored_by_input = isinstance(module, Conv1D | nn.Embedding)
     return (weight.shape[1], weight.shape[0]) if is_stored_by_input else (weight.shape[0], weight.shape[1])
 
 
 def _changed(module: nn.Module, change: ModuleChange, x: Tensor, y: Tensor) -> Tensor:
-    """Return a module's outputs [n, O] with an adapter. `x` are its inputs, and `y` its outputs without the adapter."""
+    """Return a module's outputs [n, O] with an adapter.
+
+    `x` [n, I] are the module's inputs, and `y` [n, O] its outputs without the adapter.
+    """
     if isinstance(module, nn.Embedding):
         scale: Any = getattr(module, "embed_scale", 1.0)
         y = y.float() + scale * (F.embedding(x, change.a.T).float() @ change.b.T.float())

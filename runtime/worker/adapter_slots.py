@@ -1,4 +1,4 @@
-"""Adapter slots in the layers of a native model, and the code that fits an adapter's tensors into them."""
+"""Adapter slots in the layers of a native model, and the conversion of an adapter's tensors for these slots."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from runtime.worker.adapter_experts import fit_experts, is_of_experts
 class FittedAdapter(Protocol):
     """An adapter in host memory whose tensors fit the model."""
 
-    by_operations: bool  # whether the adapter has changes that graphs do not compute
+    # Whether the adapter has changes that captured graphs do not compute, so that steps run eagerly.
+    by_operations: bool
 
     def place(self, slot: int) -> None:
-        """Copy the weights into a slot. Slots are counted from 1."""
+        """Copy the weights into a slot on the device. Slots are numbered from 1."""
         ...
 
     def measure(self) -> bool:
-        """Compute the norms of one more layer (DoRA). Return whether any layer remains."""
+        """Compute the weight norms of one more layer (DoRA). Return whether layers remain to be measured."""
         ...
 
 
@@ -50,7 +51,8 @@ class LayerSlots:
         self._dtype = dtype
         self.device = device
         self.layers: list[Linear] = []
-        # Maps a linear layer's name (from its block on) to this rank's layers and their sub-layers with this name.
+        # Name of a linear layer (after the block index) -> (index of this rank's layer, index of its sub-layer), for
+        # all blocks.
         self._parts: dict[str, list[tuple[int, int]]] = {}
         for layer in model.modules():
             if isinstance(layer, Linear) and _is_target(layer, plan.targets):
@@ -64,13 +66,13 @@ class LayerSlots:
                 self.layers.append(layer)
         if not self.layers:
             raise CheckpointError("--enable-lora: this model has no linear layer that an adapter could change.")
-        # Block index -> MoE layer whose experts adapters can change. Quantised experts are left out: their weights
-        # cannot be read.
+        # Block index -> MoE layer whose experts adapters can change. Quantised experts are left out, because their
+        # weights cannot be read.
         self.mixtures: dict[int, MoE] = {}
         for mixture in model.modules():
             if isinstance(mixture, MoE) and (block := BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:
                 self.mixtures[int(block[1])] = mixture
-        # Only the first pipeline stage has them.
+        # Only the first pipeline stage has the embedding and the LM head.
         ends = {"embed_tokens": model.embedding, "lm_head": model.head}
         self._is_first_stage = model.embedding is not None
         self.vocabulary = {
@@ -132,19 +134,19 @@ class LayerSlots:
         )
 
     def kept(self, x: Tensor) -> Tensor:
-        """Return x in the model's dtype, in memory that can be copied to the device asynchronously."""
+        """Return `x` in the model's dtype, in memory that can be copied to the device asynchronously (pinned)."""
         x = x.to(self._dtype)
         return x.pin_memory() if self.device.type == "cuda" else x
 
     def _our_name(self, layer: str) -> str:
-        """Return our name of a layer, from its block on. Return "" if the model has no such layer.
+        """Return the native model's name of a layer, from its block on, or "" if there is no such layer.
 
-        Names are mapped like those of the checkpoint's tensors.
+        Names are mapped like the names of the checkpoint's tensors.
         """
         return _from_block((tensor_name(self._facts, f"{layer}.weight") or "").removesuffix(".weight"))
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Return whether another pipeline stage computes this layer. The ranks of that stage then check the name."""
+        """Return whether another pipeline stage has this layer. The ranks of that stage then check the name."""
         found = BLOCK.search(name)
         if found is None:
             return not self._is_first_stage
@@ -154,7 +156,7 @@ class LayerSlots:
         return int(found[1]) not in {int(each[1]) for each in own if each is not None}
 
     def _packed(self, folder: Path, index: int, pairs: Mapping[int, LowRankPair]) -> AdapterPart:
-        """Return this rank's shard of one layer's pairs. The keys of `pairs` are sub-layers."""
+        """Return this rank's shard of the low-rank pairs of one layer. The keys of `pairs` are sub-layer indices."""
         layout = self.layers[index].layout
         rank = max(pair.a.shape[0] for pair in pairs.values())
         a = torch.zeros(len(layout.sub_layers), rank, layout.columns.size)
@@ -175,9 +177,9 @@ class LayerSlots:
         return AdapterPart(self.kept(a), self.kept(b))
 
     def _magnitudes(self, index: int, pairs: Mapping[int, LowRankPair]) -> Tensor:
-        """Return this rank's magnitudes of one layer, float32 [O].
+        """Return this rank's magnitudes (DoRA) of one layer, float32 [O].
 
-        NaN marks sub-layers that the adapter does not change.
+        Rows of sub-layers that the adapter does not change are NaN.
         """
         layout = self.layers[index].layout
         magnitudes = torch.full((layout.out_size,), torch.nan)
@@ -193,7 +195,7 @@ class LayerSlots:
     def _vocabulary_changes(
         self, folder: Path, pairs: Mapping[str, LowRankPair], tokens: Mapping[str, TokenVectors]
     ) -> dict[str, VocabularyChange]:
-        """Return the changes of the embedding and of the LM head. A tied head also gets the embedding's new vectors."""
+        """Return the changes of the embedding and the LM head. A tied LM head also gets the embedding's new vectors."""
         changes: dict[str, VocabularyChange] = {}
         for name, module in self.vocabulary.items():
             is_head = isinstance(module, LMHead)
@@ -216,7 +218,8 @@ class LayerSlots:
         is_head, own, size = isinstance(module, LMHead), module.ids, module.size
         a, b, ids, rows = torch.zeros(0, size), torch.zeros(own.full, 0), torch.zeros(0).long(), torch.zeros(0, size)
         if pair is not None:
-            a, b = (pair.a, pair.b) if is_head else (pair.b.T, pair.a.T)  # an embedding's pair maps ids to vectors
+            # The pair of an embedding maps token ids to vectors, so it is transposed.
+            a, b = (pair.a, pair.b) if is_head else (pair.b.T, pair.a.T)
         if replaced is not None:
             ids, rows = torch.tensor(replaced.ids), replaced.vectors
         if (len(b), a.shape[1], rows.shape[1]) != (own.full, size, size) or bool((ids >= own.full).any()):
@@ -235,10 +238,10 @@ class LayerAdapter:
     """This rank's shard of an adapter of a native model."""
 
     _slots: LayerSlots
-    _parts: dict[int, AdapterPart]  # by index of the layer
-    _vocabulary: Mapping[str, VocabularyChange]  # by name
-    _experts: Mapping[int, ExpertChange]  # by block
-    # Lengths of the rows of the adapted weight, float32 [O], for layers that are not yet measured.
+    _parts: dict[int, AdapterPart]  # by layer index
+    _vocabulary: Mapping[str, VocabularyChange]  # by name: "embed_tokens", "lm_head"
+    _experts: Mapping[int, ExpertChange]  # by block index
+    # Norms of the rows of the changed weight (DoRA), float32 [O], for layers that have not been measured.
     _magnitudes: dict[int, Tensor] = field(default_factory=dict)
     by_operations: bool = False
 
@@ -276,11 +279,11 @@ def _is_target(layer: Linear, targets: tuple[str, ...] | None) -> bool:
 
 
 def _is_outside(name: str) -> bool:
-    """Return whether a layer is outside of all blocks, like the embedding and the LM head."""
+    """Return whether a layer is in no block, like the embedding and the LM head."""
     return BLOCK.search(name) is None
 
 
 def _from_block(name: str) -> str:
-    """Return a layer's name from its block on. The text before the block differs between file formats."""
+    """Return a layer's name from its block on. File formats differ in the text before it."""
     found = BLOCK.search(name)
     return name if found is None else name[found.start() :].lstrip(".")

@@ -1,4 +1,4 @@
-"""The adapters of one rank: its shards in host memory, and the device slots that layers read."""
+"""The adapters of one rank: their shards in host memory, and the device slots from which layers read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.worker.adapter_slots import FittedAdapter, LayerSlots
 
 
 class Adapters:
-    """Allocates adapter slots in a model, and loads and places adapters.
+    """Allocates adapter slots in a model, loads adapters into host memory, and copies them into slots.
 
     `load` reads files on its own thread. All other methods must be called on the thread that enqueues steps.
     """
@@ -36,35 +36,36 @@ class Adapters:
         *,
         by_transformers: bool = False,
     ) -> None:
-        """Allocate slots in the layers that `plan` names. Raises CheckpointError if the model has no such layer."""
+        """Allocate slots in the layers that `plan` names. Raises CheckpointError if the model lacks such a layer."""
         self._max_rank = plan.max_rank
         self._device, self._facts = device, facts
         if by_transformers:
-            from runtime.worker.adapter_modules import ModuleSlots  # imports transformers
+            from runtime.worker.adapter_modules import ModuleSlots  # here, because it imports transformers
 
             self._slots = ModuleSlots.of(model, plan.targets, device)
         else:
             self._slots = LayerSlots(model, plan, facts, dtype, device)
-        self._loaded: dict[int, FittedAdapter] = {}  # by the adapter's id
-        self._changed: set[int] = set()  # slots of adapters with changes that graphs do not compute
+        self._loaded: dict[int, FittedAdapter] = {}  # adapter id -> adapter in host memory
+        self._changed: set[int] = set()  # slots of adapters with changes that captured graphs do not compute
         self._reader = ThreadPoolExecutor(1, "penstock-adapters")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all slots on the device."""
         return self._slots.nbytes
 
     def load(self, adapter_id: int, path: str) -> Future[bool]:
-        """Read an adapter into host memory. The future's result says whether the adapter must be measured.
+        """Read an adapter into host memory. The future's result says whether the adapter must be measured (DoRA).
 
         The future raises CheckpointError if the adapter does not fit this model.
         """
         return self._reader.submit(self._load, adapter_id, Path(path))
 
     def measure(self, adapter_id: int) -> bool:
-        """Measure one more layer of a loaded adapter (DoRA). Return whether any layer remains.
+        """Measure one more layer of a loaded adapter (DoRA). Return whether layers remain to be measured.
 
-        If the layer has n inputs, this takes about as long as a step of n tokens. All ranks must call it together.
+        For a layer with n inputs, this takes about as long as a step of n tokens. All ranks must call it at the same
+        time.
         """
         adapter = self._loaded.get(adapter_id)
         return adapter is not None and adapter.measure()
@@ -74,7 +75,7 @@ class Adapters:
         self._loaded.pop(adapter_id, None)
 
     def place(self, placement: AdapterPlacement) -> None:
-        """Copy a loaded adapter into a slot. Raises `InvalidRequest` if the adapter is not loaded."""
+        """Copy a loaded adapter into a slot on the device. Raises `InvalidRequest` if the adapter is not loaded."""
         adapter = self._loaded.get(placement.adapter_id)
         if adapter is None:
             raise InvalidRequest("The adapter is not loaded.")
@@ -84,14 +85,14 @@ class Adapters:
             self._changed.add(placement.slot)
 
     def by_operations(self, batch: Batch) -> bool:
-        """Return whether the adapter of any row has changes that graphs do not compute."""
+        """Return whether the adapter of any row has changes that captured graphs do not compute."""
         slots = batch.row_values.get(ADAPTER) if self._changed else None
         return slots is not None and not self._changed.isdisjoint(slots.tolist())
 
     def tokens_of_slots(self, batch: Batch, positions: Tensor | slice | None = None) -> Mapping[int, Tensor]:
-        """Return the tokens of each slot whose adapter has changes that graphs do not compute.
+        """Return the tokens of each slot whose adapter has changes that captured graphs do not compute.
 
-        Tokens are indices into the batch, or into `positions` [n] of the batch.
+        Tokens are indices into the batch, or into `positions` [n], which are themselves indices into the batch.
         """
         of_rows = batch.row_values[ADAPTER]
         slots = torch.from_numpy(np.repeat(of_rows, batch.counts)).to(self._device)
@@ -100,7 +101,7 @@ class Adapters:
         return {slot: torch.nonzero(slots == slot)[:, 0] for slot in present}
 
     def close(self) -> None:
-        """End the reading thread."""
+        """End the thread that reads files."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, adapter_id: int, folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Takes the branch that continues a row's accepted draft tokens (`scheduler/branches.py`)."""
+"""Accepts tokens of branches (`scheduler/branches.py`) after the accepted draft tokens of a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from runtime.batch import Batch, Drafts, Ints
 from runtime.kv_cache.pools import KVPool
 from runtime.speculative.model_drafts import DRAFT
 
-# For each draft number: the rows that have a draft token with this number, and the likeliest ids there, [n, topk].
+# For each draft number k: the rows that have a k-th draft token, and the likeliest token ids at its position, [n,
+# topk].
 Alternatives = Sequence[tuple[Ints, Ints]]
 
 
@@ -26,7 +27,7 @@ def is_trunk(batch: Batch) -> np.ndarray:
 
 
 def trunks(batch: Batch) -> Batch:
-    """Return the batch without the rows of branches, for a draft model."""
+    """Return the batch without the rows of branches, which a draft model does not compute."""
     drafts, sampling = batch.drafts, batch.sampling
     if drafts is None or sampling is None or drafts.branches is None:
         return batch
@@ -56,9 +57,9 @@ def trunks(batch: Batch) -> Batch:
 
 
 def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -> Batch:
-    """Return the batch with the draft ids of `proposed`, and fill the branches with alternatives to them.
+    """Return the batch with the draft ids of `proposed`, and with alternatives to them as the tokens of branches.
 
-    `proposed` is the result of `trunks` with the proposed ids.
+    `proposed` is the result of `trunks`, after the draft model has filled in its ids.
     """
     if batch.drafts is None or batch.drafts.branches is None:
         return proposed
@@ -67,7 +68,7 @@ def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -
     numbers, firsts = kept.cumsum() - 1, batch.counts.cumsum() - batch.counts
     used: dict[tuple[int, int], list[int]] = {}
     for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
-        if ids[firsts[row]] != DRAFT:  # prompt lookup proposed this branch
+        if ids[firsts[row]] != DRAFT:  # otherwise prompt lookup has proposed the branch's ids
             continue
         known = used.setdefault((owner, depth), [int(ids[firsts[owner] + depth])])
         rows, likeliest = alternatives[depth - 1]
@@ -78,7 +79,7 @@ def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -
 
 
 def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dict[str, np.ndarray]:
-    """Return the arrays that describe the batch's M branches, by name. They have L tokens in total.
+    """Return the arrays that describe the batch's M branches, which have L tokens in total, by name.
 
     Returns {} if the batch has no branches.
     """
@@ -98,17 +99,20 @@ def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dic
         "branch_firsts": np.searchsorted(sampling.row_of, rows).astype(np.int64),  # [M], index into [N]
         "branch_depths": depths.astype(np.int64),  # [M]
         "branch_ids": np.where(is_id, ids, -1).astype(np.int64),  # [M, K]
-        "branch_numbers": branch.astype(np.int64),  # [L], index into [M] of each token's branch
-        "branch_offsets": number.astype(np.int64),  # offset of each token in its row, [L]
-        "branch_sources": slot_mapping[firsts[rows][branch] + number],  # [L], slot of each token
-        "branch_targets": pages * page_size + positions % page_size,  # [L], its slot in the pages of the sequence
+        "branch_numbers": branch.astype(np.int64),  # [L], each token's branch as an index into [M]
+        "branch_offsets": number.astype(np.int64),  # [L], offset of each token in its row
+        # [L], the token's cache slot in the branch's pages.
+        "branch_sources": slot_mapping[firsts[rows][branch] + number],
+        # [L], the token's cache slot in the sequence's pages.
+        "branch_targets": pages * page_size + positions % page_size,
     }
 
 
 def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
-    """Return the tokens before each branch's start, within its first page, that this step computes in other rows.
+    """Return the tokens that precede a branch within its first page and that this step computes in other rows.
 
-    Their KV is stored in the branches' pages too. For each of the R tokens: its index into [T] and its slot, [R] each.
+    The KV of these R tokens must also be stored in the branch's page. Returns their indices into [T] and their slots in
+    that page, both [R].
     """
     if batch.drafts is None or batch.drafts.branches is None:
         return {}
@@ -126,10 +130,10 @@ def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
 def take_branches(
     ids: Tensor, arrays: Mapping[str, Tensor], accepted: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of accepted draft tokens [D], the branch taken [D] or -1, and each row's last token [R].
+    """Return the number of accepted draft tokens [D], the accepted branch [D] or -1, and each row's last token [R].
 
-    The last tokens are indices into [N]. `ids` int64 [N] are the sampled tokens. `accepted` and `last` are the results
-    without branches.
+    The last tokens are indices into [N]. `ids` int64 [N] are the sampled tokens. `accepted` and `last` are the first
+    and third result for rows without branches.
     """
     owners, firsts, branch_ids = (arrays[f"branch_{name}"] for name in ("owners", "firsts", "ids"))
     trunk_last = last[arrays["draft_owners"]]  # [D]
@@ -145,7 +149,7 @@ def take_branches(
 
 
 def copy_taken(pool: KVPool, arrays: Mapping[str, Tensor], taken: Tensor, accepted: Tensor) -> None:
-    """Copy the KV of a branch's accepted tokens to the pages of its sequence."""
+    """Copy the KV of the accepted tokens of branches to the pages of their sequences."""
     numbers = arrays["branch_numbers"]
     owners = arrays["branch_owners"][numbers]
     used = (taken[owners] == numbers) & (

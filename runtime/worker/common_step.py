@@ -1,7 +1,7 @@
-"""Common steps: replicas attend to their own sequences concurrently, and compute the other layers together.
+"""Common steps (data-parallel attention): ranks attend to different sequences, and compute the other layers together.
 
-This is data-parallel attention. Every rank belongs to one attention group, which has the sequences and the cache of one
-replica. Rank 0 samples for all groups, so ranks cannot disagree about a token.
+Every rank belongs to one attention group, which has the sequences and the KV cache of one replica. Rank 0 samples for
+all groups, so that all ranks get the same tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runtime.worker.step_outputs import copy_out
 
 
 class _Needed(NamedTuple):
-    """Hidden states of a group's positions that the end of a step reads."""
+    """The hidden states of a group that the end of a step reads, by use."""
 
     sampled: Tensor
     embedded: Tensor
@@ -40,7 +40,7 @@ class _Needed(NamedTuple):
 class CommonStep:
     """A rank's part of every common step. Must be used on the thread that enqueues steps.
 
-    All ranks call `take_part` with the same shares, except rank 0, which calls `CommonStepLeader.run`.
+    Rank 0 calls `CommonStepLeader.run` for each step. All other ranks call `take_part` with the same shares.
     """
 
     def __init__(self, executor: StepExecutor, model: Decoder, pool: KVPool, mesh: Mesh) -> None:
@@ -52,7 +52,7 @@ class CommonStep:
         self._head_by_group = model.head is None or model.head.tied or mesh.rank_info.head_by_group
 
     def take_part(self, batch: Batch | None, shares: Sequence[StepShare]) -> None:
-        """Compute this rank's part of a step. `batch` is the batch of the rank's group; None if the group is idle."""
+        """Compute this rank's part of a step. `batch` is the batch of the rank's group; None if it is idle."""
         with self._executor.enqueueing():
             samples, needed = self.compute(batch, shares)
             self.logits(needed.sampled, [share.sampled for share in shares])
@@ -70,7 +70,7 @@ class CommonStep:
     def compute(self, batch: Batch | None, shares: Sequence[StepShare]) -> tuple[SampleInputs | None, _Needed]:
         """Compute the hidden states of the group's tokens.
 
-        Return the states that are needed for logits or embeddings.
+        Return the tensors for sampling, and the hidden states that are needed for logits or embeddings.
         """
         tokens = tuple(share.tokens for share in shares)
         inputs, hidden = self._executor.forward(self._idle if batch is None else batch, tokens)
@@ -82,8 +82,8 @@ class CommonStep:
     def logits(self, states: Tensor, counts: Sequence[int]) -> Tensor | None:
         """Return the logits of all groups on rank 0, float32 [N, V].
 
-        `states` are the hidden states of this rank's group. `counts` has the number of states of each group. All ranks
-        must call this method together.
+        `states` are the hidden states of this rank's group, and `counts` has the number of states of each group. All
+        ranks must call this method at the same time.
         """
         if not sum(counts):
             return None
@@ -91,7 +91,8 @@ class CommonStep:
             logits = self._model.logits(self._groups.all_gather(states, counts))
             return logits if self._stage.rank == 0 else None
         count = len(states)
-        # Kernels need at least one row. Without states, a row of zeros is computed and dropped.
+        # Kernels need at least one row. If a group has no states, the logits of a row of zeros are computed and
+        # dropped.
         own = self._model.logits(states if count else states.new_zeros(1, states.shape[1]))[:count]
         if self._tp.rank:
             return None
@@ -99,13 +100,16 @@ class CommonStep:
         return None if parts is None else torch.cat(parts)
 
     def vectors(self, states: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Return the embedded rows' hidden states of every group. All ranks must call this method together."""
+        """Return the hidden states of the embedding rows of each group.
+
+        All ranks must call this method at the same time.
+        """
         if not sum(counts):
             return [states[:0] for _ in counts]
         return list(self._groups.all_gather(states, counts).split(list(counts)))
 
     def share_tokens(self, ids: Tensor) -> Tensor:
-        """Return the sampled ids [N] of all groups, which rank 0 sends to every rank."""
+        """Return the sampled ids [N] of all groups. Rank 0 passes them as `ids` and sends them to every rank."""
         return self._stage.broadcast(ids)
 
     def keep(
@@ -113,7 +117,7 @@ class CommonStep:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Store the last tokens of this group's sequences. `ids` [N] are the sampled ids of all groups.
 
-        Returns the results of `settle`, or (None, None) without draft tokens. The KV of taken branches is copied to the
+        Returns the results of `settle`, or (None, None) without draft tokens. Copies the KV of accepted branches to the
         pages of their sequences.
         """
         own = ids.split([share.sampled for share in shares])[self._group]
@@ -136,7 +140,10 @@ class CommonStepLeader:
         self._ends = [_GroupEnd(executor, sampler, is_own=not group) for group, sampler in enumerate(samplers)]
 
     def run(self, batches: Sequence[Batch | None]) -> Read[list[StepOutput | None]]:
-        """Enqueue a step with one batch per group. The batch of an idle group is None."""
+        """Enqueue a step with one batch per group; the batch of an idle group is None.
+
+        Return a function that reads the outputs.
+        """
         executor, step = self._executor, self._step
         shares = [StepShare.of(batch) for batch in batches]
         with executor.enqueueing(), executor.profiled(next(batch for batch in batches if batch is not None)):
@@ -167,7 +174,7 @@ class CommonStepLeader:
         batches: Sequence[Batch | None],
         shares: Sequence[StepShare],
     ) -> None:
-        """Send the sampled tokens to all ranks, and verify draft tokens."""
+        """Send the sampled tokens to all ranks, and verify the draft tokens."""
         chosen = self._step.share_tokens(torch.cat([each.ids for each in sampled if each is not None]))
         for group, (end, batch, each) in enumerate(zip(self._ends, batches, sampled, strict=True)):
             if each is None or batch is None:
@@ -182,16 +189,16 @@ class CommonStepLeader:
                 end.sampler.count(each, accepted)
 
     def _prompt_logits(self, group: int, own: Tensor, shares: Sequence[StepShare]) -> Iterator[Tensor | None]:
-        """Yield the logits of a group's scored prompt positions, in chunks of `CHUNK` positions."""
+        """Yield the logits of a group's prompt positions with log-probabilities, in chunks of `CHUNK` positions."""
         own = own if not group else own[:0]
         for first in range(0, shares[group].scored, CHUNK):
             count = min(CHUNK, shares[group].scored - first)
             yield self._step.logits(own[first : first + count], _only(group, count, len(shares)))
 
     def _pool(self, batch: Batch, states: Tensor) -> Tensor | None:
-        """Return the vectors of a batch's embedded rows, or None.
+        """Return the embedding vectors of a batch's embedding rows, or None if it has no such rows.
 
-        `states` [M, E] are the hidden states of their last tokens.
+        `states` [M, E] are the hidden states of the rows' last tokens.
         """
         if batch.embedding_rows is None:
             return None
@@ -200,7 +207,7 @@ class CommonStepLeader:
 
 
 class _GroupEnd:
-    """Rank 0's part of the end of a group's steps: the sampler, and the state that sampling needs."""
+    """Rank 0's end of the steps of one group: the sampler, and the state that sampling needs."""
 
     def __init__(self, executor: StepExecutor, sampler: Sampler, *, is_own: bool) -> None:
         self.sampler = sampler
@@ -208,7 +215,8 @@ class _GroupEnd:
         self._is_host = executor.device.is_host
         self._page_size = executor.pool.page_size
         self._staged = Staged({}, {})
-        # The ranks of other groups have this state too. Rank 0 needs it to verify draft tokens.
+        # Last tokens and lengths by sequence index. The ranks of a group have them, and rank 0 has a copy for every
+        # other group, to verify draft tokens.
         tables = (executor.last_tokens, executor.lengths)
         self._last_tokens, self._lengths = tables if is_own else tuple(map(torch.zeros_like, tables))
 
@@ -228,7 +236,7 @@ class _GroupEnd:
         return self.sampler.sample(logits, batch, self._staged)
 
     def keep(self, batch: Batch, ids: Tensor, limits: np.ndarray | None) -> tuple[Tensor | None, Tensor | None]:
-        """Store the last tokens (see `CommonStep.keep`). The ranks of the group copy the KV of taken branches."""
+        """Store the last tokens (see `CommonStep.keep`), without copying KV: the ranks of the group do this."""
         samples, arrays = samples_on_host(batch), {}
         if samples.sequences is not None:
             arrays["sequences"] = samples.sequences.numpy().astype(np.int64)
@@ -240,7 +248,7 @@ class _GroupEnd:
         return _keep(samples, ids, self._last_tokens, self._lengths, limits)
 
     def score_prompts(self, batch: Batch | None, logits: Iterator[Tensor | None]) -> ScoredPrompts | None:
-        """Score the batch's prompts. `logits` yields the logits in the order of the positions."""
+        """Score the batch's prompts. `logits` yields the logits of all positions in order."""
         if batch is None or not batch.prompt_logprobs:
             return None
         nothing = torch.zeros(1, 0, device=self._last_tokens.device).expand(len(batch.token_ids), 0)
@@ -265,12 +273,12 @@ def _keep(
 
 
 def _only(group: int, count: int, num_groups: int) -> list[int]:
-    """Return the counts of all groups, if only `group` has any."""
+    """Return the number of rows of each group: `count` for `group`, and 0 for all others."""
     return [count if each == group else 0 for each in range(num_groups)]
 
 
 def idle_batch(pool: KVPool) -> Batch:
-    """Return the batch of an idle group: one padding token in the scratch units. Its result is never read."""
+    """Return a batch for an idle group: one padding token that uses only scratch units. Its result is dropped."""
     kinds: dict[str, Mapping[str, Any]] = {
         name: KINDS[name].scratch_arrays([1], units) for name, units in pool.kinds.items()
     }

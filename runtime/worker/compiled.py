@@ -1,4 +1,4 @@
-"""Decode steps whose forward pass is compiled by torch.compile."""
+"""Decode steps with a forward pass that torch.compile has compiled."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from runtime.worker.step_inputs import scratch_inputs
 logger = logging.getLogger("penstock.core")
 
 OPAQUE = ("attend", "store", "convolve", "delta_rule", "scan")  # kernels that read or write caches
-VERSIONS_PER_LAYER = 8  # upper bound on the versions of a layer's code: one and several rows, with and without inputs
+# Upper bound on the compiled versions of a layer's code: for one and several rows, with and without optional inputs.
+VERSIONS_PER_LAYER = 8
 
 
 def compilable(kernels: Kernels) -> Kernels:
-    """Return kernels for torch.compile. It does not compile the `OPAQUE` ones, which use caches."""
+    """Return kernels for a model that torch.compile compiles.
+
+    It treats the `OPAQUE` ones as calls and does not trace them.
+    """
     opaque: dict[str, Any] = {
         name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes a cache") for name in OPAQUE
     }
@@ -36,9 +40,9 @@ def compilable(kernels: Kernels) -> Kernels:
 
 
 class CompiledForward:
-    """Runs a compiled forward pass for up to `max_rows` rows of one token, and the eager one for other batches.
+    """Runs the compiled forward pass for batches of up to `max_rows` one-token rows, and the eager one for all others.
 
-    The model's kernels must be `compilable`. `compile` compiles two versions, for one row and for several rows. This
+    The model's kernels must be `compilable`. `compile` compiles one version for one row and one for several rows, which
     may take minutes.
     """
 
@@ -54,14 +58,15 @@ class CompiledForward:
         return self._compiled(batch) if single else self._model(batch)
 
     def compile(self, device: Device) -> None:
-        """Compile now, with padding rows that use only scratch units. Blocks."""
-        from torch._dynamo import config  # takes more than a second, and loads Triton if it is installed
+        """Compile now, by running padding rows that use only scratch units. Blocks."""
+        # Here, because it takes more than a second, and loads Triton if it is installed.
+        from torch._dynamo import config
 
         logger.info("Compiling the forward with torch.compile, which may take minutes.")
         began = time.perf_counter()
         cache, limit = self._cache, VERSIONS_PER_LAYER * max(1, len(self._model.layers))
-        # The code between two attention calls is compiled once per layer, whose index it reads. With torch's default
-        # limit of eight versions, the ninth layer and all later ones would run eagerly.
+        # The code between two attention calls reads the layer's index, so it is compiled once per layer. With torch's
+        # default limit of eight versions, all layers after the eighth would run eagerly.
         limits = config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
         with limits, torch.inference_mode(), device.forward():
             for num_rows in range(1, min(2, self._max_rows) + 1):

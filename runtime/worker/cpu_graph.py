@@ -1,8 +1,8 @@
-"""The CPU graph: the C++ kernels of a step, captured from the model's forward pass and run by one call.
+"""The CPU graph: the C++ kernels of a step, captured from the model's forward pass, and run by one call.
 
-It is the counterpart of a CUDA graph. A step of a small model has hundreds of operations. Each takes microseconds in
-Python and torch, and holds the GIL, which the event loop needs too. A captured step is one call without the GIL, from
-the batch's arrays to its tokens, for any batch of up to `capacity` tokens.
+It is the CPU's counterpart of a CUDA graph. A step of a small model has hundreds of operations. In Python, each one
+takes microseconds and holds the GIL, which the event loop also needs. A captured step is a single call without the GIL,
+from the batch's arrays to its tokens. It works for any batch of up to `capacity` tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_POSITIONS = np.zeros(0, np.int32)
 class CpuGraph:
     """Computes steps of up to `capacity` tokens and `max_rows` rows. Must be called on the thread that computes.
 
-    The graph captures `model(batch)` for a batch of fixed tensors, into which every step is written. Raises
+    `model(batch)` is captured with a batch of fixed buffers, into which the inputs of every step are copied. Raises
     `NotCapturable` if torch computes a part of the model.
     """
 
@@ -51,23 +51,23 @@ class CpuGraph:
     ) -> None:
         """Capture the graph. At most max(`max_samples`, `max_rows`) positions can be sampled.
 
-        `context_length` sizes the page tables of cache kinds with their own pages.
+        `context_length` is needed for the page tables of cache kinds with their own pages.
         """
         launcher, head = kernels.launcher, model.head
         if model.embedding is None and not isinstance(model, Encoder):
             raise NotCapturable("its architecture is not one of Penstock's decoders or encoders")
         if launcher is None or model.dtype not in launcher.dtypes:
             raise NotCapturable(f"the kernels in C++ do not support {model.dtype}")
-        self.profiled = False  # whether to record each kernel in the running profile
+        self.profiled = False  # whether each kernel is recorded in the running profile
         self._launcher = launcher
-        self._model, self._cache = model, cache  # kept alive, because the graph has their addresses
+        self._model, self._cache = model, cache  # kept alive, because the graph has the addresses of their memory
         self._head = head
         self._capacity, self._max_rows, self._context_length = capacity, max_rows, context_length
         self._max_samples = max(max_rows, max_samples)
         with torch.inference_mode():
             reads = batch_reads(model)
             self._value_names = reads.row_values
-            self._nonzero_values: set[str] = set()  # names of row values whose buffers may not be 0
+            self._nonzero_values: set[str] = set()  # names of row values whose buffers may contain values other than 0
             self._inputs = captured_step.Inputs.empty(
                 capacity, max_rows, len(reads.row_values), with_axes=reads.position_axes
             )
@@ -76,7 +76,7 @@ class CpuGraph:
                 self._embeds = torch.zeros(capacity, reads.media_size, dtype=model.dtype)
                 self._embeds_mask = torch.zeros(capacity, dtype=torch.bool)
             self._states = torch.zeros(capacity, reads.state_size, dtype=model.dtype) if reads.state_size else None
-            # Hidden states of the requested positions.
+            # Hidden states of the positions that a step needs.
             self._hidden = torch.empty(self._max_samples, model.hidden_size, dtype=model.dtype)
             self._pooled = np.empty((max_rows, model.hidden_size), np.float32)  # one vector per text, if `_pools`
             self._step = Step(page_size=cache.page_size, **self._inputs.addresses())
@@ -108,33 +108,35 @@ class CpuGraph:
             )
             own_pages = [Step(page_size=cache.page_size, **inputs.addresses()) for inputs in self._own_pages.values()]
             forward = launcher.capture(capacity, lambda: self._compute(captured), self._step, own_pages)
-            # Buffers to which every step writes the chosen experts, by layer. Only if they are recorded.
+            # layer -> buffer to which every step writes the chosen experts; empty unless experts are recorded
             self.chosen_experts = {
                 layer: chosen
                 for layer, mixture in mixtures(model).items()
                 if (chosen := mixture.recorded(capacity)) is not None
             }
-            self._tapped = [] if isinstance(model, Encoder) else model.tapped  # buffers to which every step writes
+            # Buffers to which every step writes the states that a draft head reads.
+            self._tapped = [] if isinstance(model, Encoder) else model.tapped
             self._own_states = model.states if isinstance(model, DraftHead) else None
             self._to_hidden = forward
             self._to_tokens: KernelGraph | None = None
             if head is not None and head.is_plain:
                 chosen = launcher.capture(capacity, self._choose, self._step)
                 self._to_tokens = forward.followed_by(chosen)
-            # For batches without adapters: graphs on the same memory, without the kernels that would add nothing.
+            # graph -> graph on the same memory without adapter kernels, for batches without adapters
             self._without_adapters: dict[KernelGraph, KernelGraph] = {}
             if ADAPTER in reads.row_values:
                 graphs = (graph for graph in (forward, self._to_tokens) if graph is not None)
                 self._without_adapters = {graph: graph.without(ADD_LOW_RANK) for graph in graphs}
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether the batch fits into the graph."""
+        """Return whether the graph can compute the batch."""
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
         if batch.sampling is not None:
             fits = fits and len(batch.sampling.positions) <= self._max_samples
-        if batch.drafts is not None and batch.drafts.branches is not None:  # their tokens are stored twice
+        # The KV of tokens before branches is stored twice, which is not captured.
+        if batch.drafts is not None and batch.drafts.branches is not None:
             fits = False
-        if batch.media:  # not captured: vectors added after layers, and attention within images
+        if batch.media:  # vectors added after layers, and attention within images, are not captured
             size = 0 if self._embeds is None else self._embeds.shape[1]
             fits = fits and batch.mutual_spans is None and all(span.vectors.shape[1] == size for span in batch.media)
         return fits and all(
@@ -145,14 +147,14 @@ class CpuGraph:
 
     @property
     def chooses(self) -> bool:
-        """Whether `choose` is available: the model must have an LM head and must not transform its logits."""
+        """Whether `choose` can be used: the model needs an LM head and must not transform its logits."""
         return self._to_tokens is not None
 
     def choose(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a step. Return each sampled position's likeliest token, int64 [N], and its validity, bool [N].
 
-        Reads and writes `last_tokens`, int64 by sequence index. Rows with draft tokens do not write it. The next step
-        overwrites the results.
+        Reads and writes `last_tokens`, int64 by sequence index; rows with draft tokens do not write it. The results are
+        valid until the next step.
         """
         if self._to_tokens is None:
             raise RuntimeError("The graph does not sample this model's tokens.")
@@ -161,17 +163,17 @@ class CpuGraph:
         return self._ids[: len(positions)], self._sound[: len(positions)]
 
     def hidden(self, batch: Batch, last_tokens: Tensor, positions: Ints) -> Tensor:
-        """Compute a step. Return the hidden states [n, E] at these positions of the flat batch, after the final norm.
+        """Compute a step. Return the hidden states [n, E] after the final norm at `positions` [n] of the flat batch.
 
-        Reads `last_tokens`, int64 by sequence index. The next step overwrites the result.
+        Reads `last_tokens`, int64 by sequence index. The result is valid until the next step.
         """
         self._run(self._to_hidden, batch, last_tokens, positions)
         return self._hidden[: len(positions)]
 
     def states(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute a step. Return the hidden states of its sampled positions, like `hidden`.
+        """Compute a step. Return the hidden states [N, E] of its sampled positions, after the final norm.
 
-        Also return the vectors of the batch's `embedding_rows`, float32 [M, D], or None if the batch has no such rows.
+        Also return the vectors of the batch's `embedding_rows`, float32 [M, D], or None if there are no such rows.
         """
         positions, rows, pooler = sampled_positions(batch), batch.embedding_rows, self._model.pooler
         if rows is None:
@@ -182,42 +184,42 @@ class CpuGraph:
             return hidden[: len(positions)], pooler.finish(hidden[len(positions) :])
         hidden = self.hidden(batch, last_tokens, positions)
         if self._pools:
-            # NumPy indexes without releasing the GIL. torch would release it and wait to acquire it again.
+            # NumPy is used because torch would release the GIL for this operation, and then wait to acquire it again.
             pooled = torch.from_numpy(self._pooled[rows])
             return hidden, pooled if pooler.only_scales else pooler.finish(pooled)
         return hidden, pooler(self._hidden_of_all[: len(batch.token_ids)], batch.counts, rows)
 
     def write_states(self, states: Tensor) -> None:
-        """Set the states [T, E] that a draft head reads in the next step."""
+        """Set the states [T, E] of the target, which a draft head reads in the next step."""
         if self._states is None:
             raise RuntimeError("This model reads no states.")
         self._states[: len(states)] = states
 
     def states_of(self, positions: Ints) -> Tensor:
-        """Return a draft head's own states [n, E] at these positions of the last step."""
+        """Return the states [n, E] that a draft head computed at these positions of the last step."""
         if self._own_states is None:
             raise RuntimeError("This model is not a draft head.")
         return self._own_states[torch.from_numpy(positions).long()]
 
     def hidden_of_all(self, count: int) -> Tensor:
-        """Return the hidden states [count, E] of the last step's tokens, after the final norm."""
+        """Return the hidden states [count, E] after the final norm of all tokens of the last step."""
         return self._hidden_of_all[:count]
 
     def states_of_all(self, count: int) -> Tensor:
-        """Return the states that a draft head reads of the last step's `count` tokens (see `states_for_draft_head`)."""
+        """Return the states of the last step's `count` tokens that a draft head reads (see `states_for_draft_head`)."""
         return states_for_draft_head(self._hidden_of_all, self._tapped, count)
 
     @property
     def _pools(self) -> bool:
-        """Whether kernels pool the texts, by their mean or their first token."""
+        """Whether the graph pools the hidden states of each text, to their mean or to their first token."""
         return self._model.pooler.pooling.modes in (("mean",), ("cls",))
 
     def close(self) -> None:
-        """End the threads that compute."""
+        """End the threads of the graph."""
         self._launcher.close()
 
     def _compute(self, batch: ForwardBatch) -> None:
-        """Compute the hidden states of the requested positions from the batch's arrays."""
+        """Compute the hidden states of the needed positions from the batch's arrays."""
         for inputs in (self._inputs, *self._own_pages.values()):
             captured_step.derive_inputs(self._launcher, inputs, self._model.dtype)
         self._hidden_of_all = hidden = self._model(batch)
@@ -238,12 +240,12 @@ class CpuGraph:
         self._ids, self._sound = captured_step.choose_greedy(self._launcher, self._hidden, self._head.prepared)
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
-        """Compute a step kernel by kernel. Return each kernel's name and its time in seconds."""
+        """Compute a step one kernel at a time. Return each kernel's name and its time in seconds."""
         _kept = self._set_inputs(batch, last_tokens, sampled_positions(batch))
         return (self._to_tokens or self._to_hidden).time(self._step)
 
     def _run(self, graph: KernelGraph, batch: Batch, last_tokens: Tensor, positions: Ints) -> None:
-        """Compute the batch, and store the hidden states at `positions` of the flat batch."""
+        """Compute the batch. Writes the hidden states at `positions` of the flat batch to a buffer."""
         _kept = self._set_inputs(batch, last_tokens, positions)
         if ADAPTER not in batch.row_values:
             graph = self._without_adapters.get(graph, graph)
@@ -253,7 +255,7 @@ class CpuGraph:
             graph.run(self._step)
 
     def _buffers(self, kind: str) -> dict[str, Tensor]:
-        """Allocate the buffers for the arrays of a cache kind."""
+        """Allocate the buffers for the arrays of a cache kind, by name."""
         pages = min(self._cache.num_pages, -(-self._context_length // self._cache.page_size))
         sizes = KINDS[kind].buffer_sizes(self._max_rows, pages)
         if sizes is None:
@@ -261,7 +263,10 @@ class CpuGraph:
         return {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
 
     def _set_inputs(self, batch: Batch, last_tokens: Tensor, positions: Ints) -> list[np.ndarray]:
-        """Write the batch's addresses into the step. The returned arrays must stay alive until the step is computed."""
+        """Give the addresses of the batch's arrays to the graph.
+
+        The returned arrays must stay alive until the step ends.
+        """
         step = self._step
         for kind, buffers in self._kinds.items():
             for name, buffer in buffers.items():
@@ -274,8 +279,8 @@ class CpuGraph:
         sequences = NO_POSITIONS
         if batch.sampling is not None:
             sequences = batch.sequence_indices[batch.sampling.row_of]
-            # The last token of rows with draft tokens is unknown until they are verified. -1 means that no token is
-            # stored.
+            # The last token of rows with draft tokens is unknown until the draft tokens are verified, so the graph must
+            # not store it. -1 says this.
             if batch.drafts is not None:
                 sequences[np.isin(batch.sampling.row_of, batch.drafts.rows)] = -1
         given = (batch.token_ids, batch.starts, batch.counts, batch.sequence_indices, positions, sequences)
@@ -300,7 +305,7 @@ class CpuGraph:
         return arrays
 
     def _write_row_values(self, values: Mapping[str, Ints]) -> None:
-        """Write a step's row values into their buffers. Buffers with values of earlier steps are set to 0."""
+        """Write a step's row values into their buffers. Other buffers that may contain values are set to 0."""
         for name, buffer in zip(self._value_names, self._inputs.row_values, strict=True):
             if name in values:
                 buffer[: len(values[name])] = torch.from_numpy(values[name])
@@ -310,12 +315,12 @@ class CpuGraph:
 
 
 def sampled_positions(batch: Batch) -> Ints:
-    """Return the positions of the flat batch at which a token is sampled, [N]."""
+    """Return the positions [N] of the flat batch at which a token is sampled."""
     return batch.sampling.positions if batch.sampling is not None else NO_POSITIONS
 
 
 def _write_media(media: Iterable[MediaSpan], vectors: Tensor, mask: Tensor) -> None:
-    """Write the media vectors and their mask into the buffers that the embedding reads."""
+    """Write the media vectors and their mask into the buffers that the embedding layer reads."""
     mask.zero_()
     for span in media:
         positions = slice(span.offset, span.offset + len(span.vectors))

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one launch in place of hundreds."""
+"""CUDA graphs of decode steps: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
-PROFILE_ROWS = 20  # maximum number of rows in the table of --enable-profile-cuda-graph
+PROFILE_ROWS = 20  # maximum number of rows in the table that --enable-profile-cuda-graph logs
 NOTHING_MORE = BatchReads()
-# For each element of `_tables`: functions that write a step's attention plan before a replay.
+# For each page table (see `_tables`), the functions that write the attention plan of a step before the replay.
 Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]
 
 
@@ -40,9 +40,9 @@ class Choice:
 
     logits: Callable[[Tensor], Tensor]  # hidden [R, E] -> float32 [R, V]
     choose: Callable[..., tuple[Tensor, Tensor]]
-    # Whether graphs can capture `choose` only for greedy rows, because it reads other rows' parameters on the host.
+    # Whether `choose` can be captured only for greedy rows, because for other rows it reads parameters on the host.
     greedy_only: bool
-    limits: frozenset[str]  # limits (for example "top_k") that a captured `choose` supports
+    limits: frozenset[str]  # sampling limits (for example "top_k") that a captured `choose` supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +50,33 @@ class _Captured:
     """A captured graph."""
 
     graph: Graph
-    results: tuple[Tensor, ...]  # written by each replay: hidden states, or ids and their validity if the graph samples
+    # Buffers that each replay writes: hidden states, or (if the graph samples) ids and their validity.
+    results: tuple[Tensor, ...]
     replans: Replans
 
 
 class CudaGraphRunner:
-    """Replays a captured forward pass of decode rows and rows with draft tokens, if a graph is large enough.
+    """Replays captured forward passes of steps with decode rows and rows with draft tokens.
 
-    Other batches are computed by `prompts` if they fit its sizes, else by `eager`. Batches of a size whose graph is not
-    captured yet are computed by `eager` too.
+    A batch that is too large or has prompt rows is computed by `prompts` if it fits one of its sizes, otherwise by
+    `eager`. If the graph of the right size is not captured yet, `eager` computes the batch too.
 
     Every row of a graph computes one token. A row of several tokens (a batch with `token_rows`) becomes one row for
     each token, with the same pages. This is correct because every layer stores the KV of all rows before any row
     attends.
 
     A graph captures `eager` (usually the model) with a batch of fixed buffers, into which a step's inputs are copied.
-    Padding rows write to the cache's scratch page and read its position 0. During the capture, the attention must not
-    read rows on the host, or it must register a function that is called with each step's rows before the replay
-    (`AttentionMetadata.replans`). The buffers contain everything that the model reads of a batch. Buffers of row
-    values, axes and vectors exist only if the model reads them.
+    Padding rows write to the cache's scratch page and read its position 0. An attention backend that plans with the
+    rows on the host must register a function during the capture (`AttentionMetadata.replans`), which is called with the
+    rows of each step before the replay. Buffers for row values, axes and media vectors exist only if the model reads
+    them.
 
-    The argument `states` is a function of the hidden states [R, E]. It returns the states that a draft head reads, or a
-    draft head's own states. Every step stores its result in the attribute `states`.
+    The argument `states` maps the hidden states [R, E] to the states that a draft head reads (or, if the model is a
+    draft head, to its own states). Every step stores the result in the attribute `states`.
 
-    With a `choice`, graphs also sample tokens (`choose`). A second graph of each size ends at hidden states, for steps
-    whose rows need more than tokens. These graphs are captured after the first such step.
+    With a `choice`, graphs also sample tokens (`choose`). Steps that need more than tokens, such as log-probabilities,
+    use a second graph of each size, which ends at the hidden states. These graphs are captured after the first such
+    step.
 
     All graphs share buffers of the largest size. Smaller graphs use the first rows.
     """
@@ -96,23 +98,24 @@ class CudaGraphRunner:
     ) -> None:
         """Allocate the buffers. `max_pages` is the width of the page tables; batches with longer rows run eagerly.
 
-        `reads` are the optional inputs that the model reads. A batch must not have any others.
+        `reads` are the optional inputs that the model reads. A batch must have no other optional inputs.
         """
         self._eager = eager
         self._device = device
         self._buckets = buckets
         self._cache = cache
-        # Steps can be captured only if each further cache kind has either just a page table or just spans.
+        # Steps can be captured only if each other cache kind has exactly one array: a page table or spans.
         self._capturable = all(
             [*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds
         )
         self._choice = choice
         self._prompts = prompts
         self._states_of = states
-        self.states: Tensor | None = None  # states of the last step's tokens, [T, S]; valid until the next step
-        # (size, whether the graph samples); the last entry is captured next
+        # See `states` above: [T, S] of the last step's tokens, valid until the next step.
+        self.states: Tensor | None = None
+        # (size, whether the graph samples) of the graphs to capture, the next one last
         self._waiting: list[tuple[int, bool]] = []
-        self._num_missed = 0  # steps that have run eagerly since the last capture, because their graph was missing
+        self._num_missed = 0  # number of steps since the last capture that ran eagerly because their graph was missing
         self._requested: set[bool] = set()
         if self._capturable:
             self._request_capture(choice is not None)
@@ -122,18 +125,18 @@ class CudaGraphRunner:
                 ", ".join(cache.kinds),
             )
         self._graphs: dict[tuple[int, bool], _Captured] = {}
-        # For each graph size, the event recorded after the size's last attention plan was copied to the device. The two
-        # graphs of a size (with and without sampling) share the plan's host memory.
+        # Graph size -> event after the size's last attention plan was copied to the device. The two graphs of a size
+        # (with and without sampling) share the plan's host memory.
         self._planned: dict[int, Event] = {}
         self._collect_garbage = collect_garbage
         self._profile = profile
         self._seconds = 0.0
         with torch.inference_mode(), device.forward():
             self._buffers = self._make_buffers(max(buckets.sizes, default=0), max_pages, reads)
-            self._nonzero_values: set[str] = set()  # names of row values whose buffers may not be 0
+            self._nonzero_values: set[str] = set()  # names of row values whose buffers may contain values other than 0
             self._sampling = self._make_sampling(max(buckets.sizes, default=0))
-        self._num_real = 0  # number of leading buffer rows that may have values of an earlier step
-        self._missed: ForwardBatch | None = None  # the step whose graph `choose` has just requested
+        self._num_real = 0  # number of leading buffer rows that may contain values of an earlier step
+        self._missed: ForwardBatch | None = None  # the step for which `choose` has just requested a graph
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         missed, self._missed = self._missed, None
@@ -141,7 +144,7 @@ class CudaGraphRunner:
         if replayed is not None:
             return replayed[0]
         hidden = None
-        # `prompts` does not keep the states that `states` returns.
+        # With `states`, `prompts` cannot be used, because its graphs do not keep them.
         if self._prompts is not None and self._states_of is None and self._fitting(batch) is None:
             hidden = self._prompts(batch)
         hidden = self._eager(batch) if hidden is None else hidden
@@ -152,10 +155,11 @@ class CudaGraphRunner:
     def choose(
         self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool, limits: Collection[str] = ()
     ) -> tuple[Tensor, Tensor] | None:
-        """Sample a token for every row. Return ids and their validity, like `choose` of `ops.sampling`, or None.
+        """Compute a step and sample a token for every row.
 
-        Returns None if no graph can sample this step. `greedy` says whether all rows are greedy. `limits` are the
-        limits (for example "top_k") that at least one row uses. The result is valid until the next call.
+        Return ids and their validity, like `choose` of `ops.sampling`. Returns None if no graph can sample this step.
+        `greedy` says whether all rows are greedy. `limits` are the limits (for example "top_k") that at least one row
+        uses. The result is valid until the next call.
         """
         choice = self._choice
         if choice is None or not (greedy or (not choice.greedy_only and choice.limits.issuperset(limits))):
@@ -167,29 +171,29 @@ class CudaGraphRunner:
         return replayed[0], replayed[1]
 
     def is_waiting(self) -> bool:
-        """Return whether graphs remain to be captured. May be called on any thread."""
+        """Return whether some graphs have not been captured yet. May be called on any thread."""
         return bool(self._waiting) or (self._prompts is not None and self._prompts.is_waiting())
 
     def num_missed(self) -> int:
-        """Return how many steps have lacked their graph since the last capture. May be called on any thread."""
+        """Return how many steps lacked their graph since the last capture. May be called on any thread."""
         return max(self._num_missed, 0 if self._prompts is None else self._prompts.num_missed())
 
     @property
     def num_waiting(self) -> int:
-        """Number of graphs that remain to be captured."""
+        """Number of graphs that have not been captured yet."""
         return len(self._waiting)
 
     @property
     def captured(self) -> frozenset[int]:
-        """Sizes without a waiting graph: all their graphs are captured."""
+        """Sizes whose graphs are all captured."""
         waiting = {size for size, _ in self._waiting}
         return frozenset(size for size, _ in self._graphs) - waiting
 
     def capture_next(self) -> bool:
-        """Capture one graph, on the thread that enqueues. Return whether more graphs wait.
+        """Capture one graph, on the thread that enqueues. Return whether more graphs remain.
 
-        The order is: the largest size, then the size of the last step without a graph, then the largest waiting size.
-        Graphs of prompts come first if more steps have lacked them.
+        The largest size is captured first, then the size that a step lacked last, then the largest remaining size.
+        Graphs of prompts come before these if more steps lacked them.
         """
         prompts = self._prompts
         prompts_first = not self._waiting or (prompts is not None and prompts.num_missed() > self._num_missed)
@@ -209,9 +213,10 @@ class CudaGraphRunner:
             self._reset(0)
             replans: Replans = [{} for _ in _tables(self._buffers)]
             run = partial(self._run, size, replans, chooses=chooses)
-            if size in self._planned:  # the warm-up run plans again in the same host memory
+            # The warm-up run must not overwrite a plan in host memory that the device still reads.
+            if size in self._planned:
                 self._planned[size].wait()
-            run()  # compiles and loads kernels, which is impossible during a capture
+            run()  # compiles and loads kernels, which cannot be done during a capture
             graph, results = self._device.capture(run)
             self._graphs[size, chooses] = _Captured(graph, results, replans)
             self._planned[size] = self._device.record()
@@ -221,20 +226,21 @@ class CudaGraphRunner:
         return self.is_waiting()
 
     def _capture_prompts(self, prompts: PromptGraphs) -> None:
-        """Capture graphs of prompts. If this fails, steps with prompts run eagerly from now on."""
+        """Capture graphs of prompts. If this fails, steps with prompts run eagerly from then on."""
         try:
             with self._capture_context("Capture of the CUDA graphs for a step with prompts"):
                 prompts.capture_next()
-        except Exception:  # any error of a driver or kernel
+        except Exception:  # drivers and kernels raise many types of errors
             logger.exception("The graphs of prompts could not be captured. Steps with prompts run without graphs.")
             self._prompts = None
 
     def _replay(
         self, batch: ForwardBatch, arrays: SamplingArrays | None, *, is_requested: bool = False
     ) -> tuple[Tensor, ...] | None:
-        """Replay the graph for this step and return its results, or None. With `arrays`, the graph samples.
+        """Replay the graph for this step. Return its results, or None if it is missing.
 
-        A missing graph is captured soon, unless `is_requested`: the step has already requested the graph that it needs.
+        With `arrays`, the graph samples. A missing graph is requested, so that it is captured soon. With
+        `is_requested`, the step has done this already.
         """
         size = self._fitting(batch)
         if size is None:
@@ -258,7 +264,7 @@ class CudaGraphRunner:
         return tuple(results)
 
     def _request_capture(self, chooses: bool) -> None:
-        """Queue the capture of graphs of all sizes, after the graphs that already wait."""
+        """Queue the capture of graphs of all sizes after the graphs that are already queued."""
         if chooses not in self._requested:
             self._requested.add(chooses)
             self._waiting = [(size, chooses) for size in self._buckets.sizes] + self._waiting
@@ -273,7 +279,7 @@ class CudaGraphRunner:
             self._waiting.append(key)
 
     def _fitting(self, batch: ForwardBatch) -> int | None:
-        """Return the graph size for this step, or None if no graph fits."""
+        """Return the size of the graph for this step, or None if no graph fits."""
         attention = batch.attention
         if batch.media_levels or attention.mutual_spans or attention.repeated is not None:
             return None
@@ -313,7 +319,7 @@ class CudaGraphRunner:
         self._num_real = num_rows
 
     def _optional_pairs(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return (buffer, input) pairs of the inputs that only some models read."""
+        """Return (buffer, input) pairs of the optional inputs."""
         buffers, pairs = self._buffers, []
         for name, own in buffers.row_values.items():
             if name in batch.row_values:
@@ -354,11 +360,11 @@ class CudaGraphRunner:
         for own, scratch_page in zip(_tables(buffers), scratch_pages, strict=True):
             own.slot_mapping[rows].fill_(scratch_page * self._cache.page_size)
             own.page_table[rows].fill_(scratch_page)
-        self._sampling.greedy[rows].fill_(True)  # greedy rows are the fastest to sample
+        self._sampling.greedy[rows].fill_(True)  # greedy rows are sampled fastest
         self._num_real = min(first, self._num_real)
 
     def _replan(self, size: int, replans: Replans, starts: Sequence[int]) -> None:
-        """Write the attention plan of a step's rows into the memory that the captured attention reads.
+        """Write the attention plan of a step's rows into the memory that the captured attention kernels read.
 
         Waits until the device has read the previous plan.
         """
@@ -371,7 +377,7 @@ class CudaGraphRunner:
         self._planned[size] = self._device.record()
 
     def _run(self, size: int, replans: Replans, *, chooses: bool) -> tuple[Tensor, ...]:
-        """Run the first `size` rows of the buffers eagerly, with an empty `plan_cache`."""
+        """Run the first `size` rows of the buffers without a graph, with an empty `plan_cache`."""
         buffers = self._buffers
         attention, *others = (
             replace(_first_rows(own, [0] * size), replans=left)
@@ -395,7 +401,7 @@ class CudaGraphRunner:
         return (*choice.choose(choice.logits(hidden), arrays, _all_greedy(size)), *states)
 
     def _make_sampling(self, num_rows: int) -> SamplingArrays:
-        """Create the sampling buffers, initially for greedy rows."""
+        """Create the sampling buffers. Initially all rows are greedy."""
         device = self._device.torch_device
         neutral = {"greedy": (True, torch.bool), "uniform": (0.0, torch.float32)} | {
             name: (array.neutral, getattr(torch, array.dtype)) for name, array in ROW_ARRAYS.items()
@@ -456,7 +462,7 @@ class CudaGraphRunner:
 
 
 def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
-    """Return the first `size` rows of the optional buffers. Each row has one token."""
+    """Return the first `size` rows of the buffers for optional inputs. Each row has one token."""
     values = {name: own[:size] for name, own in buffers.row_values.items()}
     axes, vectors, mask = buffers.position_axes, buffers.input_embeds, buffers.embeds_mask
     return {
@@ -470,9 +476,9 @@ def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
 
 
 def _one_token_per_row(batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
-    """Return the batch with one row for each of its T tokens. `rows` int64 [T] is the row of each token.
+    """Return the batch with a row for each of its T tokens. `rows` int64 [T] maps a token to its row.
 
-    The batch has no cache kinds other than pages.
+    The batch must have no cache kinds other than pages.
     """
     attention = batch.attention
     starts = [
@@ -498,7 +504,7 @@ def _one_token_per_row(batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
 
 
 def _all_greedy(num_rows: int) -> SamplingArrays:
-    """Return the sampling arrays of greedy rows, on the host."""
+    """Return sampling arrays on the host with only greedy rows."""
     unread = torch.zeros(0)
     return SamplingArrays(*[unread] * len(SamplingArrays._fields))._replace(
         greedy=torch.ones(num_rows, dtype=torch.bool)
@@ -506,12 +512,12 @@ def _all_greedy(num_rows: int) -> SamplingArrays:
 
 
 def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:
-    """Return the metadata of all page tables: of paged layers first, then of each other cache kind with pages."""
+    """Return the metadata of all page tables: that of paged layers first, then those of kinds with their own pages."""
     return [batch.attention, *(kind.attention for kind in batch.kinds.values() if SPANS not in kind.arrays)]
 
 
 def _spans(buffers: ForwardBatch) -> list[tuple[str, Tensor]]:
-    """Return the names of cache kinds with spans, and their buffers: int32 [4, B], one column per row."""
+    """Return the names of the cache kinds with spans, and their buffers: int32 [4, B], one column per row."""
     return [(name, kind.arrays[SPANS]) for name, kind in buffers.kinds.items() if SPANS in kind.arrays]
 
 
@@ -520,7 +526,7 @@ def _first_kinds(
 ) -> dict[str, KindInputs]:
     """Return the inputs of the cache kinds for the rows of `attention`.
 
-    `tables` are the page tables of these rows, one for each kind with pages.
+    `tables` are the page tables of these rows: one for each kind with its own pages.
     """
     size, own = len(attention.counts_host), iter(tables)
     kinds = {}
@@ -534,7 +540,7 @@ def _first_kinds(
 
 
 def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> AttentionMetadata:
-    """Return the first `len(starts)` rows of the buffers. `starts` is the host's copy of the rows' starts."""
+    """Return the first `len(starts)` rows of the buffers. `starts` are the rows' starts on the host."""
     size = len(starts)
     return replace(
         attention,

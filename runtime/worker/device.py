@@ -1,7 +1,7 @@
-"""The device of a rank, beyond tensors: streams, copies, events, graphs and a thread.
+"""The device of a rank: its streams, copies, events, graphs and thread. (Tensors are torch's own.)
 
-All asynchronous work goes through a `Device`, so that tests can delay it in any order that streams allow.
-`DeviceThread` is the only bridge between the device and asyncio.
+All asynchronous work goes through a `Device`, so that tests can delay the work in every order that streams allow. Only
+`DeviceThread` connects the device with asyncio.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ Enqueue = Callable[[], Read[Result]]  # enqueues work on the device
 Divide = Callable[[], None]  # ends the graph that is being captured, and begins the next one
 Stream = Literal["forward", "copy"]
 
-# Buffers on a GPU for uploads. With three, a buffer's last read is done before its next use; a step has up to two
-# uploads. Larger uploads (many embeddings of media) are copied on the forward stream, without a buffer.
+# GPU buffers for uploads, used in turn. A step has up to two uploads, so six buffers are enough for three steps, and a
+# buffer is no longer read when its turn comes. Uploads larger than `STAGED_BYTES` (many media embeddings) are copied on
+# the forward stream, without a buffer.
 NUM_STAGED = 6
 STAGED_BYTES = 4 << 20
 
@@ -44,7 +45,7 @@ class Event(Protocol):
         ...
 
     def is_reached(self) -> bool:
-        """Return whether all work before the event is done. Does not block."""
+        """Return whether all work before the event is done, without blocking."""
         ...
 
 
@@ -52,26 +53,26 @@ class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Enqueue the captured operations on the same addresses, with their current contents."""
+        """Enqueue the captured operations. They use the same addresses with their current contents."""
         ...
 
 
 class Mark(Protocol):
-    """A point in the work of a stream, for which another stream can wait (see `Device.wait_for`)."""
+    """A point in the work of one stream, for which another stream can wait (see `Device.wait_for`)."""
 
 
 class MemoryUse(NamedTuple):
-    """The memory that some work needed, in bytes."""
+    """The device memory that some work needed, in bytes."""
 
-    peak_bytes: int  # peak memory minus the memory before
-    kept_bytes: int  # memory that remains allocated
+    peak_bytes: int  # peak memory during the work, minus the memory before it
+    kept_bytes: int  # memory that remains allocated after the work
 
 
 class Device(Protocol):
-    """A device with the two streams of a rank: one for copies, one for forward passes."""
+    """A device with two streams of a rank: one for copies, and one for forward passes."""
 
     torch_device: torch.device
-    is_host: bool  # the device is the host: calls are synchronous, and results need no copy
+    is_host: bool  # whether the device is the host, so that calls are synchronous and results need no copy
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a context whose calls are enqueued on the forward stream, in order."""
@@ -86,13 +87,13 @@ class Device(Protocol):
         ...
 
     def mark(self, stream: Stream) -> Mark:
-        """Return a mark after all earlier work on the stream."""
+        """Return a mark at the end of the work enqueued on the stream so far."""
         ...
 
     def wait_for(self, mark: Mark, then: Stream) -> None:
         """Make later work on stream `then` wait for the work before the mark.
 
-        A capture may contain both calls, but not one of them.
+        A capture must contain either both `mark` and `wait_for`, or neither.
         """
         ...
 
@@ -101,7 +102,7 @@ class Device(Protocol):
         ...
 
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
-        """Copy pinned memory to the device, for later work on the forward stream.
+        """Copy pinned memory to the device. Return the copy for later work on the forward stream, and an event.
 
         `host` is uint8 [n]. It must not change before the event is reached. The copy overlaps with the forward passes
         of earlier steps, unless it is large.
@@ -109,30 +110,33 @@ class Device(Protocol):
         ...
 
     def record(self) -> Event:
-        """Return an event after all earlier work on the forward stream."""
+        """Return an event at the end of the work enqueued on the forward stream so far."""
         ...
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Copy to the host, after all earlier work on the forward stream. The copies may be read after the event."""
+        """Copy to the host, after all earlier work on the forward stream.
+
+        The copies are complete when the event is reached.
+        """
         ...
 
     def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
-        """Capture the work that `run` enqueues, without running it. The result contains the tensors that replays write.
+        """Capture the work that `run` enqueues, without running it. Return the graph and the result of `run`.
 
-        All graphs of a device share one memory pool, so only the results of the last replay are valid. Raises the
-        exception of `run` or of the capture. The device stays usable.
+        Replays write to the tensors in the result. All graphs of a device share one memory pool, so only the results of
+        the last replay are valid. Raises the exception of `run` or of the capture; the device then stays usable.
         """
         ...
 
     def capture_parts(self, run: Callable[[Divide], Result]) -> tuple[Sequence[Graph], Result]:
-        """Capture like `capture`, as several graphs. `run` gets a function that ends a graph and begins the next one.
+        """Capture the work as several graphs. `run` gets a function that ends a graph and begins the next one.
 
-        All graphs must be replayed in order, with no replay of other graphs in between.
+        All graphs must be replayed in order, without replays of other graphs between them.
         """
         ...
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
-        """Run a function, wait for its work and return its memory use. Nothing else may use the device meanwhile."""
+        """Run a function, wait for its work and return its memory use. Meanwhile no other work may run."""
         ...
 
     def free_bytes(self) -> tuple[int, int]:
@@ -145,7 +149,7 @@ class Device(Protocol):
 
 
 class _Reached:
-    """The event of synchronous work."""
+    """The event of work that is already done, because it was synchronous."""
 
     def wait(self) -> None:
         return
@@ -207,9 +211,9 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """An NVIDIA GPU. Must be called on the thread that enqueues. Events may be awaited on any thread.
+    """An NVIDIA GPU. All methods must be called on the thread that enqueues, but any thread may wait for events.
 
-    Objects that exist at the same time have different streams.
+    Each object that exists has its own two streams.
     """
 
     is_host = False
@@ -245,8 +249,8 @@ class CudaDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
-        # The result belongs to the forward stream alone, so freeing it needs no events (`record_stream`). A failed
-        # capture could keep such events from the allocator, which would never use the memory again.
+        # Allocated on the forward stream, the tensor can be freed without events (`record_stream`). After a failed
+        # capture, the allocator might wait for such events forever and never use the memory again.
         if len(host) > STAGED_BYTES:
             with torch.cuda.stream(self._forward):
                 return host.to(self.torch_device, non_blocking=True), self.record()
@@ -256,7 +260,7 @@ class CudaDevice:
                     (torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self.torch_device), torch.cuda.Event())
                     for _ in range(NUM_STAGED)
                 ]
-            self._copies.wait_stream(self._forward)  # earlier tensors at these addresses may still be in use
+            self._copies.wait_stream(self._forward)  # earlier work may still use tensors at these addresses
         buffer, is_read = self._staged[0]
         self._staged.append(self._staged.pop(0))
         staged = buffer[: len(host)]
@@ -281,7 +285,7 @@ class CudaDevice:
             host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
             for copy, tensor in zip(host, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
+            done = torch.cuda.Event(blocking=True)  # a waiting thread then sleeps instead of spinning
             done.record(self._forward)
         return host, _CudaEvent(done)
 
@@ -296,7 +300,8 @@ class CudaDevice:
 
         def begin() -> None:
             graph = torch.cuda.CUDAGraph()
-            # Other threads may wait for events and pin memory during the capture, which must not break it.
+            # During the capture, other threads may wait for events and pin memory. In this mode their calls do not
+            # break it.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             graphs.append(graph)
 
@@ -336,22 +341,22 @@ class CudaDevice:
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
-    """End a capture that failed, so that the allocator leaves the graphs' memory pool.
+    """End a failed capture, so that the allocator stops using the graphs' memory pool.
 
-    torch's `capture_end` raises for a broken capture before it tells the allocator that the capture is over. The
-    allocator would then put the tensors of later steps into the pool of the graphs.
+    For a broken capture, torch's `capture_end` raises an error before it tells the allocator that the capture has
+    ended. The allocator would then allocate the tensors of later steps in the graphs' pool.
     """
     with suppress(RuntimeError):
         graph.capture_end()
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    with suppress(RuntimeError):  # raised if the allocator already knows
+    with suppress(RuntimeError):  # raised if the allocator knows it already
         torch._C._cuda_endAllocateToPool(index, pool)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Streams:
-    """The streams of a `CudaDevice`, and its buffers for uploads, each with the event after its last read."""
+    """The streams of a `CudaDevice`, and its upload buffers with the events after their last reads."""
 
     forward: torch.cuda.Stream
     copies: torch.cuda.Stream
@@ -360,9 +365,9 @@ class _Streams:
 
 @cache
 def _idle_streams(device: torch.device) -> list[_Streams]:
-    """Return the list of unused pairs of streams. They are reused.
+    """Return the list of stream pairs that no device uses, for reuse.
 
-    cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever used, and never frees it.
+    cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has used, and never frees it.
     """
     return []
 
@@ -385,7 +390,7 @@ def open_device(device: torch.device) -> Device:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, because freeing device memory would break a capture."""
+    """Pause Python's garbage collector, because it could free device memory, which breaks a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -396,23 +401,23 @@ def collector_paused() -> Iterator[None]:
 
 
 class DeviceThread:
-    """Enqueues work on a device and reads its results, in order, outside of the event loop.
+    """Enqueues work on a device and reads its results, in order, outside the event loop.
 
-    One thread enqueues. On a CPU, this is the forward pass itself. On CUDA, it launches kernels, which takes
-    milliseconds without a graph. The same thread then reads the results. With `separate_reads` (CUDA), a second thread
-    waits for the results, while the first one enqueues further work. The event loop only waits for futures.
+    One thread enqueues. On a CPU, enqueuing computes the forward pass itself. With CUDA it launches kernels, which
+    takes milliseconds without a graph. The same thread then waits for the results. With `separate_reads` (CUDA), a
+    second thread waits for them, while the first one enqueues further work. The event loop waits only for futures.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, *, separate_reads: bool, device: torch.device | None = None
     ) -> None:
         self._loop = loop
-        self._device = device  # current device of the threads; None: the default
+        self._device = device  # device that the threads make current; None: torch's default
         self._work: queue.SimpleQueue[tuple[Enqueue, asyncio.Future] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[tuple[Read, asyncio.Future] | None] = queue.SimpleQueue()
         self._separate = separate_reads
         self._closed = False
-        # If set, wraps all submitted work, for example to measure its time.
+        # If not None, wraps all submitted work, for example to measure its time.
         self.around: Callable[[Enqueue], Enqueue] | None = None
         targets = {"penstock-device": self._run_work}
         if separate_reads:
@@ -427,10 +432,10 @@ class DeviceThread:
         return self._closed
 
     def submit(self, enqueue: Enqueue[Result], future: asyncio.Future[Result] | None = None) -> asyncio.Future[Result]:
-        """Queue work and return immediately. Raises `EngineClosed` after `close`.
+        """Queue work and return a future immediately. Raises `EngineClosed` after `close`.
 
-        The future (a new one by default) gets the result or the exception. Callers must shield it: cancelling the
-        future does not cancel the work.
+        `future` (by default, a new one) gets the result or the exception. Callers must shield it: if the future is
+        cancelled, the work still runs.
         """
         if self._closed:
             raise EngineClosed("The engine is closed.")
@@ -440,7 +445,7 @@ class DeviceThread:
         return future
 
     def new_future(self) -> asyncio.Future:
-        """Return a future of the loop. If its exception is never retrieved, asyncio does not log it."""
+        """Return a new future of the event loop. If nobody retrieves its exception, asyncio does not log it."""
         future = self._loop.create_future()
         future.add_done_callback(retrieve)
         return future
@@ -454,7 +459,7 @@ class DeviceThread:
             thread.join()
 
     def _enter_device(self) -> None:
-        # The current device of a new thread is number 0. Its calls would create a context there.
+        # In a new thread, device 0 is current, and calls would create a CUDA context on device 0.
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -465,7 +470,7 @@ class DeviceThread:
             try:
                 read = enqueue() if self.around is None else self.around(enqueue)()
             except BaseException as error:
-                # The future raises the error.
+                # The future gets the error.
                 self._post(future, None, error)
             else:
                 if self._separate:
@@ -473,7 +478,7 @@ class DeviceThread:
                 else:
                     self._read(read, future)
                 del read
-            del item, enqueue, future  # an idle thread keeps nothing alive
+            del item, enqueue, future  # so that an idle thread keeps no tensors alive
         self._reads.put(None)
 
     def _run_reads(self) -> None:
@@ -485,7 +490,7 @@ class DeviceThread:
     def _read(self, read: Read[Result], future: asyncio.Future[Result]) -> None:
         try:
             result = read()
-        except BaseException as error:  # the future raises the error
+        except BaseException as error:  # the future gets the error
             self._post(future, None, error)
         else:
             self._post(future, result, None)
@@ -493,7 +498,7 @@ class DeviceThread:
     def _post(self, future: asyncio.Future, result: object, error: BaseException | None) -> None:
         try:
             self._loop.call_soon_threadsafe(_settle, future, result, error)
-        except RuntimeError:  # the loop is closed
+        except RuntimeError:  # raised if the loop is closed
             return
 
 

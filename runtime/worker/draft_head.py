@@ -49,30 +49,33 @@ class HeadDrafter:
         graph: CpuGraph | None = None,
         topk: int = 1,
     ) -> None:
-        """With `topk` > 1, each proposal also sets `alternatives`."""
-        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (see `branches.Alternatives`)
+        """Create the drafter. With `topk` > 1, each proposal also sets `alternatives`."""
+        # Alternatives to the last proposed tokens (see `branches.Alternatives`).
+        self.alternatives: list[tuple[Ints, Ints]] = []
         self._topk = topk
-        self._likeliest = NO_ALTERNATIVES  # likeliest ids at each sampled position of the last step, [N, topk]
+        self._likeliest = NO_ALTERNATIVES  # the likeliest ids at each sampled position of the last step, [N, topk]
         self._head = head
         self._pool = pool
         self._sampler = sampler
         self._graph = graph
         self._staging = Staging(device)
-        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # required by steps, but never read
+        # Steps need this tensor, but no draft head step reads it.
+        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)
         # The last tokens and states of each sequence, for entries that are computed later. Position p is stored at
         # index p % `kept`.
         self._kept = kept = MISSING + max_drafts + 2
         self._ids = np.zeros((num_sequences, kept), np.int32)
         self._states = torch.zeros(num_sequences, kept, head.hidden_size, dtype=head.dtype)
-        self._computed = np.zeros(num_sequences, np.int64)  # number of entries computed from the target's states
-        self._starts = np.zeros(num_sequences, np.int64)  # first position of each sequence's newest row
-        self._ends = np.zeros(num_sequences, np.int64)  # position after this row
+        # By sequence index: number of entries computed from the target's states.
+        self._computed = np.zeros(num_sequences, np.int64)
+        self._starts = np.zeros(num_sequences, np.int64)  # by sequence index: first position of the newest row
+        self._ends = np.zeros(num_sequences, np.int64)  # by sequence index: position after the newest row
         self._vocab_size = head.vocab_size
         self._map = head.token_ids
 
     @property
     def pool(self) -> KVPool:
-        """The KV pool. It has the same pages as the target's pool."""
+        """The KV pool of the draft head. It has the same page ids as the target's pool."""
         return self._pool
 
     def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
@@ -87,8 +90,8 @@ class HeadDrafter:
         ids = ids.astype(np.int32)
         batch = replace(batch, token_ids=ids)
         starts = batch.starts.astype(np.int64)
-        # If a row does not continue the newest row of its sequence index, it belongs to a new sequence or follows
-        # cached pages.
+        # A row that does not begin within or right after the newest row of its sequence index belongs to a new sequence
+        # or follows cached pages.
         drafted, counts = drafted_by_model(batch)
         is_prompt = batch.counts > 1
         if batch.drafts is not None:
@@ -122,7 +125,7 @@ class HeadDrafter:
         return batch
 
     def observe(self, batch: Batch, states: Tensor) -> None:
-        """Take the target's states of a step, [T, 3E] or [T, E]. The batch must be the one passed to `propose`."""
+        """Process the target's states of a step, [T, 3E] or [T, E]. `batch` must be the batch that `propose` got."""
         rows, firsts, positions = _flat(batch)
         indices = batch.sequence_indices
         states = self._head.project(states)
@@ -134,7 +137,7 @@ class HeadDrafter:
         [prompts] = np.nonzero(is_prompt)
         if len(prompts):
             begins = self._computed[indices[prompts]]
-            # Ids before the row come from a ring buffer, which has only the last `kept` positions up to the row's end.
+            # Ids before the row are in a ring buffer, which has only the last `kept` positions up to the row's end.
             oldest = np.minimum(starts[prompts] - 1, ends[prompts] - self._kept)
             begins = np.maximum(begins, np.maximum(oldest, 0))
             last = ends[prompts] - 1
@@ -156,9 +159,9 @@ class HeadDrafter:
         self._starts[indices], self._ends[indices] = starts, ends
 
     def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
-        """Note that the target took a branch's token at this position.
+        """Record that the target accepted a branch's token at this position.
 
-        `state` is the target's state there, if known.
+        `state` is the target's state there, or None if unknown.
         """
         if state is not None:
             self._ids[sequence_index, position % self._kept] = token_id
@@ -178,9 +181,9 @@ class HeadDrafter:
     def _propose_from(
         self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, drafted: Ints
     ) -> tuple[Ints, Tensor]:
-        """Compute entries from stored states.
+        """Compute cache entries from stored states.
 
-        Return each drafted row's first draft token, and the head's states there.
+        Return the first draft token of each row with draft tokens, and the head's states there.
         """
         source, entries = _ranges(rows, begins, ends)
         firsts = batch.counts.cumsum() - batch.counts
@@ -192,9 +195,9 @@ class HeadDrafter:
         return self._compute(step, self._states_at(batch.sequence_indices[source], entries))
 
     def _step(self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, firsts: NDArray[np.integer]) -> Batch:
-        """Return the head's step that computes the entries from `begins` up to `ends` of these rows."""
+        """Return the head's step that computes the entries `begins` .. `ends` - 1 of these rows."""
         source, entries = _ranges(rows, begins, ends)
-        after = entries + 1  # position of the token that an entry reads
+        after = entries + 1  # position of the token from which an entry is computed
         own = after >= batch.starts[source]
         ids = batch.token_ids[np.clip(firsts[source] + after - batch.starts[source], 0, None)]
         ids = np.where(own, ids, self._ids[batch.sequence_indices[source], after % self._kept])
@@ -211,7 +214,7 @@ class HeadDrafter:
         )
 
     def _compute(self, step: Batch, states: Tensor) -> tuple[Ints, Tensor]:
-        """Compute a step of the head. Return the token of each sampled position, and the head's state there."""
+        """Compute a step of the head. Return the token at each sampled position, and the head's state there."""
         graph, sampling = self._graph, step.sampling
         if graph is not None and graph.takes(step):
             graph.write_states(states)
@@ -229,7 +232,7 @@ class HeadDrafter:
         return self._chosen(hidden, step), own
 
     def _chosen(self, hidden: Tensor, step: Batch) -> Ints:
-        """Choose a token for each sampled position from hidden states [N, E], in the same way as the target."""
+        """Choose a token for each sampled position from hidden states [N, E], as the target would."""
         logits = self._head.logits(hidden)
         if self._map is not None:
             whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
@@ -243,14 +246,14 @@ class HeadDrafter:
 
 
 def _flat(batch: Batch) -> tuple[Longs, NDArray[np.integer], Longs]:
-    """Return the row of each token [T], the first token of each row [B], and the position of each token [T]."""
+    """Return each token's row [T], each row's first token [B], and each token's position in its sequence [T]."""
     rows = np.repeat(np.arange(len(batch.counts)), batch.counts)
     firsts = batch.counts.cumsum() - batch.counts
     return rows, firsts, np.arange(len(rows)) + (batch.starts - firsts)[rows]
 
 
 def _ranges(rows: Longs, begins: Longs, ends: Longs) -> tuple[Longs, Longs]:
-    """Return the row and the number of each element of the concatenated ranges `begins` .. `ends`."""
+    """Concatenate the ranges begins .. ends - 1. Return the row and the value of each element."""
     counts = ends - begins
     offsets = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
     return np.repeat(rows, counts), np.repeat(begins, counts) + offsets

@@ -20,7 +20,7 @@ from runtime.worker.device import Device
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
-KEPT = 256  # number of last tokens per sequence that a draft model can compute later
+KEPT = 256  # number of the last tokens of each sequence that are stored, so that the draft model can compute them later
 NO_ALTERNATIVES = np.zeros((0, 0), np.int32)
 NO_BATCH: Mapping[str, Any] = {  # fields of the target's batch that the draft model ignores
     "sequences": (), "prompt_logprobs": (), "embedding_rows": None, "row_values": {}, "kinds": {}, "drafts": None,
@@ -31,13 +31,14 @@ NO_BATCH: Mapping[str, Any] = {  # fields of the target's batch that the draft m
 class DraftModel:
     """A small model whose KV cache has the same pages as the target's. Only for CPUs, where all starts are known.
 
-    It computes every prompt that the target computes. For a row with draft tokens, it first computes the row's tokens
-    up to the first draft token, then proposes tokens one at a time. The target verifies them afterwards. For sequences
-    that are not greedy, it draws with the target's parameters and random numbers, because two similar distributions
-    then mostly yield the same token (as in arXiv 2408.07978, with another sampler).
+    It computes every prompt that the target computes. For a row with draft tokens, it first computes the row's known
+    tokens, then proposes draft tokens one at a time, which the target verifies in its step. For sequences that are not
+    greedy, it samples with the target's parameters and random numbers: if the two distributions are similar, they then
+    mostly yield the same token (as in arXiv 2408.07978, with another sampler).
 
-    While a sequence has no draft tokens, its tokens are stored and computed later. If more than `KEPT` are missing, the
-    next draft tokens are worse, but the output stays correct, because the target verifies them.
+    While a sequence has no draft tokens, the draft model does not compute its tokens, but stores them to compute them
+    later. If more than `KEPT` tokens are missing, the next draft tokens are worse. The output stays correct, because
+    the target verifies them.
     """
 
     def __init__(
@@ -50,18 +51,21 @@ class DraftModel:
         graph: CpuGraph | None = None,
         topk: int = 1,
     ) -> None:
-        """With `topk` > 1, each proposal also sets `alternatives`."""
-        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (see `branches.Alternatives`)
+        """Create the drafter. With `topk` > 1, each proposal also sets `alternatives`."""
+        # Alternatives to the last proposed tokens (see `branches.Alternatives`).
+        self.alternatives: list[tuple[Ints, Ints]] = []
         self._topk = topk
-        self._likeliest = NO_ALTERNATIVES  # likeliest ids at each sampled position of the last step, [N, topk]
+        self._likeliest = NO_ALTERNATIVES  # the likeliest ids at each sampled position of the last step, [N, topk]
         self._model = model
         self._sampler = sampler
         self._pool = pool
         self._graph = graph
         self._staging = Staging(device)
-        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # last token of each sequence in own steps
-        self._ids = np.zeros((num_sequences, KEPT), np.int32)  # the id of position p of a sequence is at p % KEPT
-        self._computed = np.zeros(num_sequences, np.int64)  # number of positions of each sequence that have KV
+        # By sequence index: last token in the draft model's own steps.
+        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)
+        # By sequence index: the token id at position p is at index p % KEPT.
+        self._ids = np.zeros((num_sequences, KEPT), np.int32)
+        self._computed = np.zeros(num_sequences, np.int64)  # by sequence index: number of positions with KV
 
     def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
         """Return the batch with proposed ids in place of `DRAFT`, and with the known ids in place of UNKNOWN.
@@ -94,13 +98,13 @@ class DraftModel:
         return batch
 
     def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
-        """Note that the target took a branch's token at this position. Its KV must be computed again."""
+        """Record that the target accepted a branch's token at this position, so its KV must be computed again."""
         self._ids[sequence_index, position % KEPT] = token_id
         self._computed[sequence_index] = min(self._computed[sequence_index], position)
 
     @property
     def pool(self) -> KVPool:
-        """The KV pool. It has the same pages as the target's pool."""
+        """The KV pool of the draft model. It has the same page ids as the target's pool."""
         return self._pool
 
     def close(self) -> None:
@@ -109,18 +113,19 @@ class DraftModel:
             self._graph.close()
 
     def _catch_up(self, batch: Batch, firsts: NDArray[np.integer]) -> Batch | None:
-        """Return the step that computes prompts, and the tokens of rows with draft tokens up to the first draft token.
+        """Return the step that computes prompts, and the known tokens of rows with draft tokens.
 
-        The step chooses a token for each row with draft tokens. Returns None if there is nothing to compute.
+        For each row with draft tokens, the step chooses the first draft token. Returns None if there is nothing to
+        compute.
         """
         computed = self._computed[batch.sequence_indices]
         missing = batch.starts - computed
         begins, counts = batch.starts.astype(np.int64), batch.counts.copy()
-        # A row of one token is treated as a prompt if the positions before it were not computed by earlier rows.
+        # A row of one token is computed like a prompt if the earlier rows did not compute the positions before it.
         taken = (counts > 1) | (missing < 0) | (missing > KEPT)
         drafted, _ = drafted_by_model(batch)
         if batch.drafts is not None:
-            known = np.setdiff1d(batch.drafts.rows, drafted)  # rows with draft tokens from prompt lookup
+            known = np.setdiff1d(batch.drafts.rows, drafted)  # rows whose draft tokens come from prompt lookup
             taken[known] &= (missing[known] < 0) | (missing[known] > KEPT - batch.counts[known])
         if len(drafted):
             behind = np.where((missing > 0) & (missing < KEPT), missing, 0)[drafted]
@@ -150,7 +155,7 @@ class DraftModel:
         )
 
     def _compute(self, batch: Batch) -> Ints:
-        """Compute a step. Return the token of each sampled position, int32 [N]."""
+        """Compute a step. Return the token at each sampled position, int32 [N]."""
         graph, sampling = self._graph, batch.sampling
         if graph is not None and graph.takes(batch):
             if sampling is not None and graph.chooses and chooses_greedily(sampling) and self._topk == 1:
@@ -170,7 +175,7 @@ class DraftModel:
 
 
 def drafted_by_model(batch: Batch) -> tuple[Ints, Ints]:
-    """Return the rows whose draft tokens the draft model proposes, and the number of draft tokens of each."""
+    """Return the rows for which the draft model proposes draft tokens, and the number of draft tokens of each."""
     drafts = batch.drafts
     if drafts is None:
         return NO_POSITIONS, NO_POSITIONS
@@ -180,9 +185,9 @@ def drafted_by_model(batch: Batch) -> tuple[Ints, Ints]:
 
 
 def one_token_each(batch: Batch, rows: Ints, number: int, ids: Ints | None = None) -> Batch:
-    """Return a batch that computes draft token `number` (from 1) of each of these rows, and chooses the next one.
+    """Return a batch that computes draft token `number` (from 1) of each of these rows and chooses the next one.
 
-    `ids` are these draft tokens. If None, they are the tokens that the draft model chose last.
+    `ids` are the draft tokens to compute. If None, the tokens that the draft model chose last are computed.
     """
     count = len(rows)
     own = np.arange(count, dtype=np.int32)
@@ -201,8 +206,8 @@ def one_token_each(batch: Batch, rows: Ints, number: int, ids: Ints | None = Non
 def draft_sampling(batch: Batch, rows: Ints, number: int, own_rows: Ints, positions: Ints) -> Sampling:
     """Return the sampling parameters for draft token `number` (from 1) of these rows.
 
-    They are the parameters of the target's token at the same position. `own_rows` and `positions` are the rows and the
-    sampled positions in the draft model's step.
+    They equal the parameters of the target's token at the same position. `own_rows` and `positions` are the rows and
+    the sampled positions in the draft model's own step.
     """
     target = batch.sampling
     if target is None:

@@ -14,11 +14,11 @@ from runtime.batch import UNKNOWN, Batch, Drafts, Sampling, uniform_numbers
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.branches import is_trunk, take_branches
 
-OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays for `settle`
+OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays that `settle` reads
 
 
 def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the arrays for `settle`, by name.
+    """Return the arrays that `settle` reads, by name.
 
     R rows of the batch sample. D of these rows have up to K draft tokens each.
     """
@@ -30,7 +30,7 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
     rows, firsts = rows[kept], firsts[kept]
     owners = np.searchsorted(rows, drafts.rows)
     offsets = np.arange(int(drafts.counts.max()))
-    # [D, K]: the position in [T] of each draft token, and whether it is a draft token or padding.
+    # Both [D, K]: the index of each draft token in [T], and whether it is a draft token (not padding).
     positions = sampling.positions[firsts[owners]][:, None] + 1 + offsets
     is_draft = offsets < drafts.counts[:, None]
     ids = batch.token_ids[np.minimum(positions, len(batch.token_ids) - 1)]
@@ -38,18 +38,19 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
         "draft_sequences": batch.sequence_indices[rows].astype(np.int64),  # [R]
         "draft_firsts": firsts.astype(np.int64),  # [R], index into [N] of each row's first sampled position
         "draft_owners": owners.astype(np.int64),  # [D], index into [R] of each row with draft tokens
-        # [D, K]; -1 is never equal to a token. `with_device_ids` replaces DRAFT.
+        # [D, K]; padding is -1, which no token equals. `with_device_ids` replaces DRAFT.
         "draft_ids": np.where(is_draft, ids, -1).astype(np.int64),
         "draft_places": np.minimum(positions, len(batch.token_ids) - 1).astype(np.int64),  # [D, K], indices into [T]
-        "draft_rows": drafts.rows.astype(np.int64),  # [D], row of the batch
-        "draft_lengths": batch.starts[drafts.rows] + np.int32(1),  # [D], computed tokens if none is accepted
+        "draft_rows": drafts.rows.astype(np.int64),  # [D], row in the batch
+        # [D], number of computed tokens if no draft token is accepted.
+        "draft_lengths": batch.starts[drafts.rows] + np.int32(1),
     }
 
 
 def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the preceding draft tokens of the same row, for P of the sampled positions, as arrays by name.
+    """Return, for P of the sampled positions, the draft tokens of the same row before the position, as arrays by name.
 
-    Draft tokens are accepted in order, so at each position they are the output since the row began.
+    If such a position yields a token, all these draft tokens were accepted, so they are the output since the row began.
     """
     row_of = sampling.row_of[rows]
     firsts = np.searchsorted(sampling.row_of, row_of)
@@ -61,16 +62,17 @@ def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.nda
     is_drafted = drafts.rows[np.minimum(owners, len(drafts.rows) - 1)] == row_of
     return {
         "draft_offsets": offsets.astype(np.int64),  # [P], number of draft tokens before the position
-        "draft_owners": np.where(is_drafted, owners, len(drafts.rows)).astype(np.int64),  # [P]; D: no draft tokens
+        # [P], index into [D]; D if the row has no draft tokens.
+        "draft_owners": np.where(is_drafted, owners, len(drafts.rows)).astype(np.int64),
         "drafts_before": np.where(numbers < offsets[:, None], ids, -1).astype(np.int64),  # [P, K]
         "places_before": np.minimum(places, len(batch.token_ids) - 1).astype(np.int64),  # [P, K], indices into [T]
     }
 
 
 def with_device_ids(arrays: Mapping[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
-    """Return arrays of a step with the proposed ids of `token_ids`, int64 [T], in place of `DRAFT`.
+    """Return a step's arrays with the proposed ids in `token_ids`, int64 [T], in place of `DRAFT`.
 
-    Only the device knows these ids.
+    Used on a GPU, where the host does not know these ids.
     """
     found = dict(arrays)
     for ids, places in (
@@ -86,8 +88,9 @@ def with_device_ids(arrays: Mapping[str, Tensor], token_ids: Tensor) -> dict[str
 def with_proposals(batch: Batch, proposed: Batch) -> Batch:
     """Return the batch with the proposed ids of the draft model in place of `DRAFT`.
 
-    `proposed` is the draft model's batch, which also has ids in place of UNKNOWN. UNKNOWN stays in the result, because
-    it identifies rows whose last token is not valid. Constraints get the proposed ids, to compute the masks after them.
+    `proposed` is the draft model's batch, which also has ids in place of UNKNOWN. In the result UNKNOWN stays, because
+    it marks rows whose last token may be invalid. Constraints get the proposed ids, so that they can compute the masks
+    after them.
     """
     ids = np.where(batch.token_ids == UNKNOWN, np.int32(UNKNOWN), proposed.token_ids)
     sampling = batch.sampling
@@ -100,10 +103,10 @@ def with_proposals(batch: Batch, proposed: Batch) -> Batch:
 
 
 def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
-    """Return the maximum number of draft tokens that each row may accept, int64 [D], or None if there is no limit.
+    """Return the number of draft tokens that each row may accept at most, int64 [D], or None if there is no limit.
 
-    `late` are the sampled positions (of N) whose `HostData` is missing. The last token of a row must come from a
-    position with data.
+    `late` are the sampled positions (of N) whose `HostData` is missing. With the limits, the last output token of each
+    row comes from a position before its first late one.
     """
     sampling, drafts = batch.sampling, batch.drafts
     if not late or sampling is None or drafts is None:
@@ -122,7 +125,7 @@ def last_choices(ids: Tensor, arrays: Mapping[str, Tensor], limits: np.ndarray |
     """Return the number of accepted draft tokens [D], and each row's last output token [R] as an index into [N].
 
     `ids` int64 [N] are the sampled tokens. A draft token is accepted if it equals the token sampled at the position
-    before it, and if all earlier draft tokens of its row are accepted, up to `limits` [D].
+    before it, and all earlier draft tokens of its row are accepted. At most `limits` [D] are accepted.
     """
     firsts, owners, drafted = arrays["draft_firsts"], arrays["draft_owners"], arrays["draft_ids"]
     index = firsts[owners, None] + torch.arange(drafted.shape[1], device=ids.device)
@@ -142,12 +145,12 @@ def settle(
 ) -> tuple[Tensor, Tensor | None]:
     """Verify draft tokens with the sampled tokens `ids` int64 [N].
 
-    Returns the number of accepted draft tokens of each row [D], and the branch that it takes [D] or -1. The second
-    result is None if the batch has no branches. `limits` [D] are the maximum numbers of draft tokens that rows may
-    accept; None: no limit.
+    Returns the number of accepted draft tokens of each row [D], and the branch that the row continues with [D] or -1
+    (None if the batch has no branches). `limits` [D] are the maximum numbers of draft tokens that rows may accept;
+    None: no limit.
 
-    Writes two tables, by sequence index: to `last_tokens`, the last token of every row that samples; to `lengths`, the
-    number of computed tokens of rows with draft tokens.
+    Writes to two tables by sequence index: `last_tokens` gets the last token of every row that samples, and `lengths`
+    gets the number of computed tokens of every row with draft tokens.
     """
     accepted, last = last_choices(ids, arrays, limits)
     taken = None
@@ -160,9 +163,9 @@ def settle(
 
 
 def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:
-    """Return the batch with exact starts: unknown starts are replaced by values of `lengths`.
+    """Return the batch with exact starts: each unknown start is replaced by the value in `lengths`.
 
-    `lengths` is int32, in host memory, by sequence index.
+    `lengths` is int32 by sequence index, in host memory.
     """
     if batch.unknown_starts is None:
         return batch

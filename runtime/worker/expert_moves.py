@@ -1,4 +1,4 @@
-"""Moves the weights of experts between ranks, layer by layer, between two steps."""
+"""Moves the weights of experts between ranks, one layer at a time, between two steps."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from runtime.worker.expert_recorder import ExpertRecorder
 
 @dataclass(slots=True)
 class RankExperts:
-    """The mixtures of a rank, their placements, and the recorder of their use."""
+    """The MoE layers of a rank, the placement of their experts, and the recorder of their use."""
 
     mixtures: Mapping[int, MoE]
     sharing: ExpertSharing
-    stage: Axis  # all ranks that share the layers
+    stage: Axis  # axis of all ranks that share the layers
     recorder: ExpertRecorder | None  # None: this rank does not record
 
 
 class Move(NamedTuple):
-    """A slot of a rank that gets a new expert, and the rank and slot from which its weights are copied."""
+    """A copy of an expert's weights to a slot of the receiving rank."""
 
     target: int  # index among the slots of the receiving rank
     source_rank: int
@@ -36,9 +36,10 @@ class Move(NamedTuple):
 
 
 def moves(old: Placement, new: Placement, rank: int) -> list[Move]:
-    """Return the slots of `rank` whose expert changes, and the source of each. All ranks compute the same result.
+    """Return the moves to this rank: the slots whose expert changes, and the source of each. Needs no communication.
 
-    A copy on the rank itself is preferred. Otherwise, the copies are used in turn.
+    If the rank has the expert in another slot, this slot is the source. Otherwise, ranks choose different copies of the
+    expert.
     """
     found = []
     for target, (before, expert) in enumerate(zip(old.of_rank(rank), new.of_rank(rank), strict=True)):
@@ -52,9 +53,9 @@ def moves(old: Placement, new: Placement, rank: int) -> list[Move]:
 
 
 def move_experts(mixture: MoE, layer: int, sharing: ExpertSharing, new: tuple[int, ...]) -> int:
-    """Change the placement of a layer. Return the number of experts that this rank received.
+    """Change the expert placement of one layer. Return the number of experts that this rank received.
 
-    All ranks must call it with the same placement. At any time, only the moved experts of one layer are held twice.
+    All ranks must call it with the same placement. Only the experts of this layer that move need memory twice.
     """
     axis, old = sharing.axis, sharing.placement(layer, mixture.num_experts)
     target = placed(new, mixture.num_experts, axis.size)
@@ -67,7 +68,7 @@ def move_experts(mixture: MoE, layer: int, sharing: ExpertSharing, new: tuple[in
         for rank in range(axis.size)
     ]
     inside = [move for move in plans[axis.rank] if move.source_rank == axis.rank]
-    # Everything that is read is copied before anything is overwritten.
+    # All sources are copied before any target is overwritten.
     kept = [piece[[move.source for move in inside]] for piece in pieces]
     for piece, local in zip(pieces, kept, strict=True):
         received = _exchange(axis, piece, outgoing, [len(each) for each in incoming])
@@ -78,7 +79,7 @@ def move_experts(mixture: MoE, layer: int, sharing: ExpertSharing, new: tuple[in
 
 
 def _exchange(axis: Axis, piece: Tensor, outgoing: list[list[int]], incoming: list[int]) -> Tensor:
-    """Send rows of `piece` to each rank. Return the rows received from all ranks, in rank order."""
+    """Send rows of `piece` to each rank. Return the rows that this rank received, ordered by sender."""
     sent = piece[[line for lines in outgoing for line in lines]]
     return axis.all_to_all(sent, [len(lines) for lines in outgoing], incoming)
 

@@ -1,4 +1,4 @@
-"""Records which experts the tokens of steps choose (`--expert-distribution-recorder-mode`)."""
+"""Records which experts are chosen for the tokens of steps (`--expert-distribution-recorder-mode`)."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from runtime.layers.moe import MoE
 
 logger = logging.getLogger("penstock.core")
 
-FOLDER_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # SGLang's name, so that its tools find the files
+FOLDER_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # as in SGLang, so that its tools find the files
 DEFAULT_FOLDER = "/tmp"
-LOG_STEPS = 40  # number of steps between two log lines about the balance
+LOG_STEPS = 40  # number of steps between two log lines about the balance of the ranks
 EPSILON = 1e-5
 
 
 class Counts(NamedTuple):
-    """The expert choices of one step."""
+    """The expert choices of one step, for L layers with X experts in P slots."""
 
-    by_expert: Tensor  # number of tokens, int32 [L, X]
-    by_slot: Tensor  # int32 [L, P]
+    by_expert: Tensor  # number of tokens that chose each expert, int32 [L, X]
+    by_slot: Tensor  # number of tokens by slot, int32 [L, P]
     utilization: Tensor  # float32 [], mean load of the ranks divided by the largest load, averaged over layers
 
 
 @dataclass(slots=True)
 class _Due:
-    """The loads that a balancer waits for."""
+    """The loads that `when_due` promised to an expert balancer."""
 
     num_steps: int
     future: Future[Any]
@@ -51,10 +51,10 @@ class _Due:
 
 
 class ExpertRecorder:
-    """Counts the expert choices of a rank's mixtures. Must be called on the thread that enqueues steps.
+    """Counts the expert choices in a rank's MoE layers. Must be called on the thread that enqueues steps.
 
-    Ranks that share layers see the same choices, so only the first of them records. On a GPU, nothing waits for the
-    device before a record is read.
+    Ranks that share layers see the same choices, so only the first of these ranks records. On a GPU, recording does not
+    wait for the device; only reading a record does.
     """
 
     def __init__(
@@ -68,24 +68,25 @@ class ExpertRecorder:
         self._num_experts = max(each.num_experts for each in mixtures.values())
         self._is_running = plan.log_balance
         self._number = 0  # steps since the start
-        self._due: _Due | None = None  # set by `when_due`
-        self._experts: tuple[list[Placement], Tensor] | None = None  # current placements, and their experts [L, P]
+        self._due: _Due | None = None  # the call of `when_due` that waits for its result
+        # Current placements, and the expert of each slot [L, P].
+        self._experts: tuple[list[Placement], Tensor] | None = None
 
     def start(self) -> None:
-        """Discard recorded steps and record the next ones."""
+        """Discard the recorded steps, and start to record."""
         self._steps.clear()
         self._records.clear()
         self._is_running = True
 
     def stop(self) -> None:
-        """Record no further steps. `dump` still returns the recorded ones."""
+        """Stop recording. `dump` still returns the recorded steps."""
         self._is_running = False
 
     def note(self, batch: Batch, count: int, captured: Mapping[int, Tensor] | None = None) -> None:
         """Record an enqueued step of `count` tokens.
 
-        With data-parallel attention, `count` may exceed the number of the batch's tokens. `captured` has the buffers to
-        which a graph writes the chosen experts.
+        With data-parallel attention, `count` also counts the tokens of the other groups. `captured` has the buffers to
+        which a graph writes the chosen experts, by layer.
         """
         if not self._is_running and self._due is None:
             return
@@ -114,9 +115,9 @@ class ExpertRecorder:
             )
 
     def chosen(self, tokens: Tensor, count: int, captured: Mapping[int, Tensor] | None = None) -> Tensor:
-        """Return a copy of the routed experts of some tokens of an enqueued step, int16 [n, L, k].
+        """Return the experts that were chosen for some tokens of an enqueued step, int16 [n, L, k], as a copy.
 
-        `tokens` [n] has the indices of these tokens among the `count` tokens of the step. L is the number of all
+        `tokens` [n] are the indices of these tokens among the `count` tokens of the step. L is the number of all
         layers; layers without experts have zeros. Raises RuntimeError if the step did not record its choices.
         """
         present = self._present(count, captured)
@@ -131,7 +132,7 @@ class ExpertRecorder:
         return self._padded(ids.to(torch.int16)).transpose(0, 1).contiguous()
 
     def _present(self, count: int, captured: Mapping[int, Tensor] | None) -> dict[int, Tensor] | None:
-        """Return the routed experts of the last step by layer, int32 [count, k], or None if a layer recorded none."""
+        """Return the experts chosen in the last step by layer, int32 [count, k], or None if a layer recorded none."""
         present = {}
         for layer, mixture in self._mixtures.items():
             found = mixture.recorded(count) if captured is None else captured.get(layer)
@@ -141,9 +142,9 @@ class ExpertRecorder:
         return present
 
     def dump(self) -> Future[dict[str, Any]] | None:
-        """Clear the record, and write its former contents to a file on a thread.
+        """Write the record to a file on a thread, and discard it here.
 
-        Return a future of the summary: path, number of steps, utilization, and sums by layer. Return None if no step
+        Returns a future of the summary: path, number of steps, utilization, and sums by layer. Returns None if no step
         was recorded.
         """
         steps, records = list(self._steps), list(self._records)
@@ -165,7 +166,7 @@ class ExpertRecorder:
                 folder = Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
                 path = folder / f"expert_distribution_recorder_{time.time()}_{self._rank}.pt"
                 folder.mkdir(parents=True, exist_ok=True)
-                # A record of tokens has those of prompts, so other users of this machine may not read it.
+                # A record reveals tokens of prompts, so other users of this machine must not be able to read it.
                 opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 with open(opened, "wb") as file:
                     torch.save(body, file)
@@ -179,12 +180,12 @@ class ExpertRecorder:
         return done
 
     def when_due(self, num_steps: int) -> Future[Any]:
-        """Return a future that gets the loads of the next `num_steps` steps: {"loads": [X] by layer, "utilization"}."""
+        """Return a future of the loads in the next `num_steps` steps: {"loads": [X] by layer, "utilization"}."""
         self._due = _Due(num_steps, Future())
         return self._due.future
 
     def close(self) -> None:
-        """Set the result of a waiting `when_due` to None."""
+        """Set the result of a future from `when_due` that still waits to None."""
         if self._due is not None:
             self._due.future.set_result(None)
             self._due = None
@@ -199,7 +200,7 @@ class ExpertRecorder:
         due.future.set_result({"loads": loads, "utilization": _mean(due.utilizations)})
 
     def _experts_of_slots(self, device: torch.device) -> Tensor:
-        """Return the expert of each slot, [L, P]. It is copied to the device only after experts have moved."""
+        """Return the expert in each slot, [L, P]. It is copied to the device only after experts have moved."""
         places = [self._sharing.placement(layer, mixture.num_experts) for layer, mixture in self._mixtures.items()]
         if self._experts is None or self._experts[0] != places:
             self._experts = places, torch.tensor([each.experts for each in places], device=device)
@@ -236,7 +237,7 @@ class ExpertRecorder:
         return self._record(topk_ids_of_layer=topk, input_ids=ids, positions=positions)
 
     def _padded(self, of_mixtures: Tensor) -> Tensor:
-        """Return values for all layers of the model, with 0 for layers without experts, as SGLang writes them."""
+        """Return values for all layers of the model, as SGLang writes them: layers without experts have 0."""
         values = of_mixtures.new_zeros(self._num_layers, *of_mixtures.shape[1:])
         values[list(self._mixtures)] = of_mixtures
         return values

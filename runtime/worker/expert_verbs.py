@@ -1,4 +1,4 @@
-"""Verbs (see `runtime.worker.verbs`) about experts: recording of their use, and their placement."""
+"""Verbs (rank commands, see `runtime.worker.verbs`) that record the use of experts and change their placement."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from runtime.worker.rank_state import RankState
 
 
 def start_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Discard recorded steps and record the next ones."""
+    """Discard the recorded steps, and start to record."""
     if (recorder := _recorder(rank)) is not None:
         recorder.start()
 
 
 def stop_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Record no further steps."""
+    """Stop recording."""
     if (recorder := _recorder(rank)) is not None:
         recorder.stop()
 
@@ -28,14 +28,14 @@ def stop_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
 def dump_expert_record(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]] | None:
     """Write the record to a file and discard it (see `ExpertRecorder.dump`).
 
-    Returns None on ranks that have recorded nothing.
+    Returns None on ranks without a record.
     """
     recorder = _recorder(rank)
     return None if recorder is None else recorder.dump()
 
 
 def await_expert_loads(rank: RankState, payload: Mapping[str, Any]) -> Future[Any] | None:
-    """Return a future of each expert's number of tokens over the next "num_steps" steps; see `ExpertRecorder.when_due`.
+    """Return a future of the tokens of each expert in the next "num_steps" steps (see `ExpertRecorder.when_due`).
 
     Returns None on ranks without a recorder.
     """
@@ -44,10 +44,10 @@ def await_expert_loads(rank: RankState, payload: Mapping[str, Any]) -> Future[An
 
 
 def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the experts of "layers". "slots" has the expert of each slot of each layer, int32 [layers * slots].
+    """Move the experts of "layers". "slots" has the new expert of each slot of each layer, int32 [layers * slots].
 
-    Returns {"moved": the number of experts that this rank received, or None}. While weights are being updated, no rank
-    moves experts, because the update prepares tensors for the current placement.
+    Returns {"moved": the number of experts that this rank received}. During a weight update, nothing is moved and
+    "moved" is None, because the update prepares tensors for the current placement.
     """
     experts, device = rank.experts, rank.device.torch_device
     if experts is None:
@@ -57,7 +57,7 @@ def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]
             return {"moved": None}
         count, lines = 0, payload["slots"].reshape(len(payload["layers"]), -1).tolist()
         for layer, line in zip(payload["layers"], lines, strict=True):
-            if layer in experts.mixtures:  # other layers are in other stages
+            if layer in experts.mixtures:  # other pipeline stages have the other layers
                 count += move_experts(experts.mixtures[layer], layer, experts.sharing, tuple(line))
         if rank.weights is not None:
             rank.weights.experts_moved()
@@ -66,7 +66,7 @@ def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]
 
 
 def expert_places(rank: RankState, payload: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the expert of each slot, by layer of this rank."""
+    """Return the expert in each slot, by layer of this rank."""
     experts = rank.experts
     if experts is None:
         return {}

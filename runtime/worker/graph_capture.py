@@ -1,4 +1,4 @@
-"""Captures graphs in the background: one graph at a time, between steps."""
+"""Captures CUDA graphs in the background: one graph at a time, between steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from runtime.worker.device import DeviceThread, Read
 
 logger = logging.getLogger("penstock.core")
 
-STEPS_BETWEEN = 64  # under constant load, a graph that no step needs is captured after this number of steps
-# A graph is captured as soon as this number of steps lacked one. A capture takes about as long as this many steps.
+STEPS_BETWEEN = 64  # under constant load, one graph is captured after this number of steps, even if no step needed it
+# Under constant load, a graph is captured as soon as this number of steps lacked one. A capture takes about as long as
+# this many steps.
 STEPS_MISSED = 8
-QUIET_S = 0.05  # idle time before the next capture; longer than the pause of a client that replies immediately
+# Idle time before the next capture, in seconds; longer than the pause of a client that replies immediately.
+QUIET_S = 0.05
 
 
 class BackgroundCapture:
-    """Calls `capture_next` on the device thread while `is_waiting` is true. Any step may make it true again.
+    """Calls `capture_next` on the device thread as long as `is_waiting` returns true. Steps can request further graphs.
 
     The first capture starts after the first step, so that no first token waits for a capture. Later captures run while
-    no step runs. Under constant load, they run every `steps_between` steps, or as soon as `num_missed` returns
-    `steps_missed`. `num_missed` counts the steps that have lacked a captured graph since the last capture.
-    After a failed capture, the error is logged and no further graph is captured. Must be called on the event loop.
+    no step runs. Under constant load, a capture runs every `steps_between` steps, or as soon as `num_missed`, the
+    number of steps that lacked a graph since the last capture, reaches `steps_missed`. If a capture fails, the error is
+    logged and no further graph is captured. Must be called on the event loop.
     """
 
     def __init__(
@@ -37,14 +39,14 @@ class BackgroundCapture:
         quiet_s: float = QUIET_S,
     ) -> None:
         self._thread = thread
-        self._capture_next: Callable[[], object] | None = capture_next  # None after a failure or `close`
+        self._capture_next: Callable[[], object] | None = capture_next  # None after a failure or after `close`
         self._is_waiting = is_waiting
         self._num_missed = num_missed
         self._steps_between, self._steps_missed = steps_between, steps_missed
         self._quiet_s = quiet_s
         self._capturing = False
         self._num_in_flight = 0
-        self._num_steps = 0  # steps since the last capture
+        self._num_steps = 0  # number of steps since the last capture
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -61,7 +63,7 @@ class BackgroundCapture:
         step.add_done_callback(self._step_done)
 
     def close(self) -> None:
-        """Start no further capture, and drop the reference to the graphs."""
+        """End the captures, and drop the reference to the graphs."""
         self._capture_next = None
 
     def _step_done(self, step: asyncio.Future) -> None:

@@ -1,4 +1,4 @@
-"""Waits for host data (grammar masks, logits processors) between the forward pass and the sampling of a step."""
+"""Waits for host data (grammar masks, logits processors) after the forward pass of a step, before its sampling."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from runtime.worker.device import Device
 logger = logging.getLogger("penstock.scheduler")
 
 INT32 = np.dtype(np.int32)
-GRACE_S = 0.001  # minimum time that sampling waits for host data after the forward pass
-# Maximum wait, if the wait depends on the step's time. For each late row, sampling waits for one row's share of the
-# step's time, because the row would otherwise be recomputed.
+GRACE_S = 0.001  # after the forward pass, sampling waits at least this long for host data
+# Longest wait in seconds, if the wait depends on the step's time. Sampling waits longer if more rows are late, because
+# late rows must be recomputed: for each late row, it waits for one row's share of the step's time.
 MAX_PATIENCE_S = 0.1
 
 
 class Arrived(NamedTuple):
-    """The host data of a step. Rows are indices into the N sampled positions."""
+    """The host data of a step. A row here is an index into the N sampled positions."""
 
     rows: Longs  # [Q], rows with a bitmask
     bitmasks: NDArray[np.int32]  # [Q, words]
     processes: Mapping[int, Callable[[Any], None]]  # row -> its logits processor
-    without_token: Collection[int]  # rows without host data, or without the previous token
+    without_token: Collection[int]  # rows without host data, or without a valid previous token
     failed: Collection[int]  # rows whose constraint failed
-    # row -> (token ids, values) to add to the row's logits
+    # row -> (token ids, values to add to their logits)
     biases: Mapping[int, tuple[Longs, NDArray[np.float32]]] = MappingProxyType({})
 
     def is_stuck(self, row: int) -> bool:
@@ -47,22 +47,22 @@ NO_HOST_DATA = Arrived(np.zeros(0, np.int64), np.zeros((0, 0), np.int32), {}, ()
 class HostDataGate:
     """Waits for host data, and tracks the sequences whose last token on the device is not valid.
 
-    If a row yields no token, later rows of its sequence yield none either, until a batch brings the sequence's last
-    token from the host.
+    If a row yields no token, later rows of its sequence yield none either, until a batch contains the sequence's last
+    token as a known id.
     """
 
     def __init__(self, device: Device, vocab_size: int, grace_s: float = GRACE_S) -> None:
         self._device = device
         self._num_words = -(-vocab_size // 32)
         self._grace_s = grace_s
-        self._began_s = 0.0  # time at which the last step reached the gate
+        self._began_s = 0.0  # time at which the last step called `arrived`
         # Indices of the sequences whose last token on the device is not valid.
         self._without_last_token: set[int] = set()
 
     def arrived(self, batch: Batch) -> Arrived:
         """Return the host data of a step.
 
-        Blocks until all data has arrived, at most until shortly after the forward pass.
+        Blocks until all data has arrived, or until shortly after the forward pass.
         """
         sampling = batch.sampling
         if sampling is None or not sampling.host_data:
@@ -82,7 +82,8 @@ class HostDataGate:
             if data.skipped:
                 without_token.add(row)
                 continue
-            bitmask, process = data.bitmask, data.process  # read only now, because they are valid only after `is_there`
+            # Read only after `is_there` is true, because they are not valid before.
+            bitmask, process = data.bitmask, data.process
             if data.failed or not (bitmask is None or self._is_valid(bitmask)):
                 failed.add(row)
                 continue
@@ -101,7 +102,7 @@ class HostDataGate:
         index = int(batch.sequence_indices[row])
         if index not in self._without_last_token:
             return False
-        # The first token of a row is the sequence's last known token. Further tokens may be draft tokens.
+        # The first token of a row is the sequence's last token. Further tokens may be draft tokens.
         if batch.token_ids[int(batch.counts[:row].sum())] == UNKNOWN:
             return True
         self._without_last_token.discard(index)
@@ -114,7 +115,7 @@ class HostDataGate:
         return False
 
     def _wait(self, requested: Mapping[int, HostData], row_of: Ints, num_rows: int) -> None:
-        """Wait until all of this host data has arrived, or until shortly after the forward pass."""
+        """Wait until all requested host data has arrived, or until shortly after the forward pass."""
         before_s, self._began_s = self._began_s, perf_counter()
         pending = [data for data in requested.values() if not data.is_there]
         if not pending:
@@ -130,7 +131,7 @@ class HostDataGate:
             if end_s is None and forward.is_reached():
                 end_s = perf_counter() + patience_s
             left_s = self._grace_s if end_s is None else end_s - perf_counter()
-            if left_s > 0:  # waiting for the last one suffices, because usually all arrive together
+            if left_s > 0:  # usually all data arrives together, so waiting for the last one is enough
                 if last is not pending[-1]:
                     last, arrived = pending[-1], Event()
                     last.when_there(arrived.set)

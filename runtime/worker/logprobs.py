@@ -13,13 +13,13 @@ from ops.sampling.native import score as native_score
 from runtime.batch import PromptLogprobs
 from runtime.request import LOWEST_LOGPROB, LogprobParams, Logprobs
 
-# Maximum number of prompt positions whose logits are in memory at the same time.
+# Maximum number of prompt positions for which logits are in memory at the same time.
 CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """Scores of n positions on the device, and the positions' parameters."""
+    """The scores of n positions on the device, with the log-probability parameters of each position."""
 
     scores: Scores  # scores of the n positions
     chosen_ids: Tensor  # int64 [n]
@@ -43,7 +43,7 @@ class ScoredRows:
 
 
 def requested_ids(params: Sequence[LogprobParams]) -> np.ndarray:
-    """Return the token ids that each of the n rows requests, int64 [n, M], padded with 0."""
+    """Return the token ids whose log-probabilities each of the n rows requests, int64 [n, M], padded with 0."""
     padded = np.zeros((len(params), max(len(p.token_ids) for p in params)), np.int64)
     for row, p in zip(padded, params):
         row[: len(p.token_ids)] = p.token_ids
@@ -68,7 +68,10 @@ def score_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredPrompts:
-    """Scores of the requested prompt positions on the device, in chunks that may span prompts."""
+    """The scores of the requested prompt positions on the device, in chunks.
+
+    A chunk may contain positions of several prompts.
+    """
 
     requests: tuple[PromptLogprobs, ...]
     chunks: tuple[ScoredRows, ...]
@@ -124,7 +127,7 @@ def score_prompts(
 
 
 def prompt_indices(requests: Sequence[PromptLogprobs]) -> np.ndarray:
-    """Return the positions of the flat batch whose logits are needed, int64."""
+    """Return the positions of the flat batch whose logits are needed for prompt log-probabilities, int64."""
     return np.concatenate([np.arange(0), *(np.arange(w.offset, w.offset + len(w.targets)) for w in requests)])
 
 

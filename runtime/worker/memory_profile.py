@@ -1,4 +1,4 @@
-"""The memory profile run: measures the largest steps before the KV cache is allocated."""
+"""The memory profile run: measures the memory of the largest steps before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from runtime.kv_cache.registry import KINDS
 from runtime.kv_cache.sizing import StepMemory, largest_step_tokens
 from runtime.worker.model_runner import StepExecutor
 
-GRAPH_BYTES = 16 << 20  # estimate of the memory that the driver needs for each graph
+GRAPH_BYTES = 16 << 20  # estimate of the driver's memory for each graph
 
 
 def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] = MappingProxyType({})) -> StepMemory:
     """Return the activation memory of the largest prefill or decode step, and an estimate of the memory of all graphs.
 
-    The executor's pool needs one page, and for each other cache kind the number of units in `kinds`. All rows write
-    there, and their results are discarded. Raises `ConfigurationError` if a step does not fit into memory.
+    The executor's pool needs one page, and for each other cache kind the number of units in `kinds`. All rows of the
+    measured steps use this page and these units. Raises `ConfigurationError` if a step does not fit into memory.
     """
     schedule, sizes, prompt_sizes = plan.scheduler, plan.graphs.sizes, plan.graphs.prompt_sizes
     page_size, context = plan.cache.page_size, plan.model.context_length
@@ -38,11 +38,12 @@ def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] 
 
     tokens = largest_step_tokens(plan)
     try:
-        run([1])  # compiles and loads kernels, and allocates workspaces of libraries
+        run([1])  # compiles and loads kernels, and allocates the workspaces of libraries
         activation_bytes = max(peak(rows_of(tokens)), peak([1] * schedule.max_running))
-        # There are two graphs of each size: one ends at tokens, the other at hidden states.
+        # There are two graphs of each size: one samples tokens, and one ends at the hidden states.
         graph_bytes = peak([1] * max(sizes)) + 2 * GRAPH_BYTES * len(sizes) if sizes else 0
-        if prompt_sizes:  # the graphs of one size (one per layer) have as many kernels as two decode graphs
+        # The graphs of one prompt size (one per layer) have together as many kernels as two decode graphs.
+        if prompt_sizes:
             graph_bytes += peak(rows_of(max(prompt_sizes))) + 2 * GRAPH_BYTES * len(prompt_sizes)
     except OutOfMemory as error:
         raise ConfigurationError(
@@ -61,11 +62,11 @@ def profile_batch(
 ) -> Batch:
     """Return a batch of rows with these token counts.
 
-    All rows use page 0, and sample in the way that needs most memory. With `is_embedding`, the rows compute embeddings
-    and sample no tokens.
+    All rows use page 0, and sample with the parameters that need most memory. With `is_embedding`, the rows compute
+    embeddings and sample no tokens.
     """
     num_rows = len(counts)
-    nothing: Any = None  # the runner never reads a sequence
+    nothing: Any = None  # the executor never reads a sequence
     return Batch(
         number=0,
         sequences=(nothing,) * num_rows,

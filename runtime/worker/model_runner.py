@@ -1,4 +1,4 @@
-"""Runs batches on one rank: each batch is enqueued on the device thread, and its result is set in a future."""
+"""Runs batches on one rank. Each batch is enqueued on the device thread, and a future gets its result."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ logger = logging.getLogger("penstock.core")
 
 
 class CommonSteps(Protocol):
-    """Rank 0's part of common steps of attention groups (data-parallel attention)."""
+    """Rank 0's part of common steps (data-parallel attention), which compute one batch of each attention group."""
 
     def run(self, batches: Sequence[Batch | None]) -> Read[list[StepOutput | None]]:
         """Enqueue a step with one batch of each group."""
@@ -69,8 +69,8 @@ class ModelRunner:
     """Runs the steps of rank 0 on a device thread. Must be used on the event loop on which it was created.
 
     `launch` may be called while earlier steps run. The last sampled token of each sequence stays on the device, so a
-    batch can refer to a token that the host does not know yet. With several ranks, all other ranks must compute their
-    part of every batch in the same order.
+    batch may contain a token whose id the host does not know yet. All other ranks must compute their part of every
+    batch in the same order.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ModelRunner:
         loop, device = asyncio.get_running_loop(), executor.device
         self._thread = DeviceThread(loop, separate_reads=not device.is_host, device=device.torch_device)
         self._pipelined = executor.pipelined
-        # With pipeline parallelism: steps that have begun and not ended.
+        # With pipeline parallelism: steps that have begun but not ended.
         self._unfinished: deque[asyncio.Future[StepOutput]] = deque()
         self._capture = None
         graphs = executor.graph_runners
@@ -96,10 +96,10 @@ class ModelRunner:
             )
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue the batch and return immediately. Shield the future: cancelling it does not cancel the step.
+        """Enqueue the batch and return a future immediately.
 
-        The future raises the exception of the forward pass. This is `OutOfMemory` if the device has too little memory
-        for the step.
+        Shield the future: if it is cancelled, the step still runs. The future raises the exception of the forward pass.
+        This is `OutOfMemory` if the device has too little memory for the step.
         """
         if self._pipelined:
             return self._begin(batch)
@@ -109,7 +109,7 @@ class ModelRunner:
         return step
 
     def launch_together(self, batches: Sequence[Batch | None]) -> asyncio.Future[list[StepOutput | None]]:
-        """Enqueue a common step with one batch of each attention group. The batch of an idle group is None."""
+        """Enqueue a common step with one batch of each attention group; the batch of an idle group is None."""
         common = self._common
         if common is None:
             raise RuntimeError("This model has no attention groups.")
@@ -118,22 +118,22 @@ class ModelRunner:
     def finish_oldest(self) -> None:
         """With pipeline parallelism, enqueue the end of the oldest step, which waits for the other stages.
 
-        One thread begins and ends all steps. If the end of a step is enqueued late, further batches can begin first, so
-        that the stages overlap. Without pipeline parallelism, this method does nothing.
+        One thread begins and ends all steps. Further batches can begin before this call, so that the stages overlap.
+        Without pipeline parallelism, this method does nothing.
         """
         if self._unfinished:
             self._thread.submit(self._executor.end, self._unfinished.popleft())
 
     @property
     def pool(self) -> KVPool:
-        """The KV cache of the executor."""
+        """The executor's KV cache."""
         return self._executor.pool
 
     def replace_executor(self, executor: StepExecutor, kernels_description: str) -> asyncio.Future[bool]:
-        """Let another executor with the same weights and KV pool run all further steps.
+        """Make another executor with the same weights and KV pool run all further steps.
 
-        No step may be in flight. The caller should empty the KV cache, which the old executor has filled. The result is
-        False, and the old executor stays, if the weights have changed since they were loaded.
+        No step may be in flight. The caller should empty the KV cache, because the old executor has filled it. If the
+        weights have changed since they were loaded, the result is False and the old executor stays.
         """
 
         def replace() -> Read[bool]:
@@ -150,7 +150,7 @@ class ModelRunner:
         return self._thread.submit(replace)
 
     async def watch(self) -> None:
-        """Never return. A runner without other processes reports failures only through its steps."""
+        """Wait forever. A runner without worker processes reports failures only through its steps."""
         await anyio.sleep_forever()
 
     def close(self) -> None:
@@ -163,24 +163,24 @@ class ModelRunner:
 
     @property
     def capturing(self) -> bool:
-        """Whether graphs remain to be captured, so that steps will become faster."""
+        """Whether graphs remain to be captured; steps will become faster when they are."""
         return self._capture is not None and self._capture.is_pending
 
     def time_steps(self) -> StepTimer:
-        """Measure the times of all further steps. A second call starts a new timer."""
+        """Start to measure the times of all further steps. A second call starts a new timer."""
         timer = StepTimer(None if self._device.is_host else self._device.forward)
         self._thread.around = timer.around
         return timer
 
     @property
     def num_unfinished(self) -> int:
-        """Number of steps that have begun and not ended (pipeline parallelism)."""
+        """Number of steps that have begun but not ended (pipeline parallelism)."""
         return len(self._unfinished)
 
     def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
         """Run a verb on the device thread (see `Runner.call`).
 
-        Steps that have begun end first (pipeline parallelism).
+        With pipeline parallelism, the steps that have begun end first.
         """
         while self._unfinished:
             self.finish_oldest()
@@ -201,7 +201,7 @@ class ModelRunner:
 
 
 def _capture_next(runners: Sequence[CudaGraphRunner]) -> bool:
-    """Capture one graph of the first model whose graphs wait. Return whether more graphs wait."""
+    """Capture one graph of the first model that has graphs to capture. Return whether more graphs remain."""
     for runner in runners:
         if runner.is_waiting():
             runner.capture_next()
@@ -210,9 +210,9 @@ def _capture_next(runners: Sequence[CudaGraphRunner]) -> bool:
 
 
 async def _answers(done: asyncio.Future[Any]) -> list[Any]:
-    """Return the answer of a verb in a list.
+    """Return the answer of a verb as a list of one element.
 
-    If it is a `concurrent.futures.Future`, wait for it while steps continue.
+    If the answer is a `concurrent.futures.Future`, wait for it. Steps continue meanwhile.
     """
     answer = await asyncio.shield(done)
     if isinstance(answer, Future):
@@ -230,30 +230,31 @@ NOTHING = torch.empty(0)
 
 
 class _Begun(NamedTuple):
-    """A step that has begun and not ended."""
+    """A step that has begun but not ended."""
 
     batch: Batch
     samples: SampleInputs
-    hidden: Tensor | None  # [T, E], or [N, E] from the CPU graph; None: the last stage sends the states of `requested`
-    requested: Tensor = NOTHING  # `StepInputs.requested`, with pipeline parallelism
-    chosen: Sampled | None = None  # tokens that a graph sampled
-    vectors: Tensor | None = None  # vectors that the CPU graph pooled
+    # [T, E], or [N, E] from the CPU graph; None: the last stage will send the states of `requested`.
+    hidden: Tensor | None
+    requested: Tensor = NOTHING  # with pipeline parallelism: `StepInputs.requested`
+    chosen: Sampled | None = None  # tokens that a graph sampled, or None
+    vectors: Tensor | None = None  # embedding vectors that the CPU graph pooled, or None
     in_graph: bool = False  # whether the CPU graph computed the step
     proposed: Batch | None = None  # with pipeline parallelism: the draft model's batch
-    experts: Tensor | None = None  # routed experts of all tokens of `Batch.expert_rows`, int16 [n, L, k]
-    inputs: StepInputs | None = None  # on a GPU: the inputs of the model, for a draft head
+    experts: Tensor | None = None  # chosen experts of all tokens of `Batch.expert_rows`, int16 [n, L, k]
+    inputs: StepInputs | None = None  # on a GPU: the inputs of the model, which a draft head needs
 
 
 class StepExecutor:
-    """One rank's part of every step. Has the rank's shard of the model and of the cache.
+    """Computes one rank's part of every step. Has the rank's shards of the model and of the KV cache.
 
     Must be called on the thread that enqueues. The functions that `run` and `end` return may be called on another
     thread.
 
     Rank 0 has the sampler, and calls `run` or, with pipeline parallelism, `begin` and later `end`. The other ranks of
-    its stage call `begin` and `follow`. `follow` ends a step without sampling, so that ranks cannot disagree. Ranks of
-    later stages call `relay`. All these methods raise `OutOfMemory` if the device has too little memory for the step;
-    later steps may succeed.
+    its stage call `begin` and `follow`. `follow` ends a step with rank 0's tokens, without sampling. Ranks of later
+    stages call `relay`. All these methods raise `OutOfMemory` if the device has too little memory for the step; later
+    steps may succeed.
     """
 
     def __init__(
@@ -280,11 +281,11 @@ class StepExecutor:
     ) -> None:
         """Create the executor of a rank.
 
-        Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
-        call. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens.
-        `draft_model` (on a CPU) or `device_drafter` (on a GPU) proposes tokens; its pool has the same pages as `pool`.
-        With `all_states`, the last stage of a pipeline sends the hidden states of all tokens, which a draft head reads.
-        All ranks must have the same value.
+        `forward` computes hidden states, and `cpu_graph` computes whole steps in one call; both are used only without
+        pipeline parallelism. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample
+        tokens. `draft_model` (on a CPU) or `device_drafter` (on a GPU) proposes tokens; its pool has the same pages as
+        `pool`. With `all_states`, the last stage of a pipeline sends the hidden states of all tokens, which a draft
+        head reads. `all_states` must be the same on all ranks.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
@@ -293,8 +294,8 @@ class StepExecutor:
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
         self.last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=device.torch_device)
-        # By sequence index: number of computed tokens, including accepted draft tokens, after the latest step that
-        # verified its draft tokens. The next batch may be built before the host knows it (`unknown_starts`).
+        # By sequence index: the number of computed tokens after the last step with draft tokens, including accepted
+        # ones. The next batch may be built before the host knows this number (`unknown_starts`).
         self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device.torch_device)
         self._model = model
         self._pool = pool
@@ -315,7 +316,7 @@ class StepExecutor:
         self.rank.copier = self._copier
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
-        self._taken: Tensor | None = None  # branches that the last step took; None: it had no branches
+        self._taken: Tensor | None = None  # branches that the last step accepted; None: it had no branches
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     @property
@@ -332,7 +333,7 @@ class StepExecutor:
     # --- rank 0 ---
 
     def run(self, batch: Batch) -> Read[StepOutput]:
-        """Enqueue a whole step."""
+        """Enqueue a whole step. Return a function that reads its output."""
         with self.profiled(batch), self.enqueueing():
             self._check(batch)
             self._move(batch)
@@ -355,7 +356,7 @@ class StepExecutor:
             return lambda: output
 
     def _observe(self, begun: _Begun, proposed: Batch) -> None:
-        """Give a draft head the hidden states of a step, and tell the draft model which branches were taken."""
+        """Give a draft head the hidden states of a step, and tell the draft model which branches were accepted."""
         batch, states = begun.batch, None
         if self._drafter is not None and self._drafter.reads_states and begun.inputs is not None:
             self._drafter.observe(batch, begun.inputs, self._states(begun, None))
@@ -366,7 +367,7 @@ class StepExecutor:
         self._tell_taken(batch, states)
 
     def _tell_taken(self, batch: Batch, states: Tensor | None) -> None:
-        """Tell the draft model which branches were taken. `states` are the target's states of all tokens, [T, ...]."""
+        """Tell the draft model which branches were accepted. `states` [T, ...] are the target's states."""
         drafts = batch.drafts
         if self._draft_model is None or self._taken is None or drafts is None or drafts.branches is None:
             return
@@ -378,7 +379,7 @@ class StepExecutor:
             self._draft_model.take(*place, int(batch.token_ids[first]), None if states is None else states[first])
 
     def _states(self, begun: _Begun, graph: CpuGraph | None) -> Tensor:
-        """Return the states of a step's tokens that a draft head reads, [T, 3E] or [T, E]."""
+        """Return the states [T, 3E] or [T, E] of a step's tokens that a draft head reads."""
         count = len(begun.batch.token_ids)
         if begun.in_graph and graph is not None:
             return graph.states_of_all(count)
@@ -390,7 +391,7 @@ class StepExecutor:
     def end(self) -> Read[StepOutput]:
         """Enqueue the rest of the oldest step that `begin` started.
 
-        The rest is sampling, prompt scores, pooling and the copy to the host.
+        It consists of sampling, prompt log-probabilities, pooling and the copy to the host.
         """
         with self.profiled(self._begun[0].batch), self.enqueueing():
             begun = self._begun.popleft()
@@ -403,7 +404,7 @@ class StepExecutor:
     # --- every rank of the first stage ---
 
     def begin(self, batch: Batch) -> Read[None]:
-        """Enqueue this stage's layers of a step."""
+        """Enqueue the layers of this pipeline stage for a step."""
         with self.enqueueing():
             self._check(batch)
             self._move(batch)
@@ -412,7 +413,10 @@ class StepExecutor:
         return lambda: None
 
     def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states [T, E] of a batch in a common step of attention groups. Also return its inputs."""
+        """Compute the hidden states [T, E] of a batch in a common step of attention groups.
+
+        Return the inputs and the states.
+        """
         self._check(batch)
         self._move(batch)
         inputs = self._prepare(self._with_starts(batch), self.last_tokens)
@@ -423,9 +427,9 @@ class StepExecutor:
     def _propose(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return the batch with the draft model's ids, and the draft model's batch (see `with_proposals`).
 
-        Rank 0 proposes, and sends the ids to the other ranks that embed tokens.
+        Rank 0 proposes draft tokens, and sends them to the other ranks that have the embedding.
         """
-        if not self.device.is_host:  # on a GPU, `_with_proposals` proposes
+        if not self.device.is_host:  # on a GPU, `_with_proposals` adds the draft tokens
             return batch, batch
         is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
         proposed = whole = batch
@@ -442,7 +446,7 @@ class StepExecutor:
     # --- ranks other than 0 ---
 
     def follow(self) -> None:
-        """Take part in the end of the oldest step that has begun."""
+        """Take part in the end of the oldest step that has begun, on a rank other than 0."""
         with self.enqueueing():
             begun = self._begun.popleft()
             batch, hidden = begun.batch, self._final_hidden(begun)
@@ -456,9 +460,9 @@ class StepExecutor:
                     self._model.logits(hidden[part], self._adapted(batch, part))
 
     def relay(self, batch: Batch) -> None:
-        """Compute a later stage's layers, and send the result to the next stage.
+        """Compute the layers of a later pipeline stage, and send the result to the next stage.
 
-        The last stage sends it to the first one.
+        The last stage sends its result to the first one.
         """
         if self.mesh is None:
             raise RuntimeError("This rank is not in a later stage of a pipeline.")
@@ -514,8 +518,8 @@ class StepExecutor:
     def _check(self, batch: Batch) -> None:
         """Raise ValueError if the batch has values that no layer of the model reads.
 
-        `SECOND_START` is exempt, because models that do not distinguish the two texts of a pair ignore it. With
-        pipeline parallelism, a later stage may have the layers that read positions on three axes.
+        `SECOND_START` is always allowed, because some models do not distinguish the two texts of a pair. With pipeline
+        parallelism, positions on three axes are allowed too, because a later stage may read them.
         """
         reads = self._reads
         unread = [name for name in batch.row_values if name not in reads.row_values and name != SECOND_START]
@@ -527,26 +531,27 @@ class StepExecutor:
             raise ValueError(f"No layer of this model reads {', '.join(unread)}.")
 
     def _by_operations(self, batch: Batch) -> bool:
-        """Return whether an adapter of the batch has changes that graphs do not compute."""
+        """Return whether an adapter of the batch has changes that captured graphs do not compute."""
         return self.rank.adapters is not None and self.rank.adapters.by_operations(batch)
 
     def _adapted(self, batch: Batch, positions: Tensor | slice | None = None) -> Mapping[int, Tensor]:
-        """Return `ForwardBatch.adapted` for a batch, or for the positions [n] of its tokens."""
+        """Return `ForwardBatch.adapted` for all tokens of a batch, or for the tokens at `positions` [n]."""
         if not self._by_operations(batch) or self.rank.adapters is None:
             return NOT_ADAPTED
         return self.rank.adapters.tokens_of_slots(batch, positions)
 
     def _prepare(self, batch: Batch, last_tokens: Tensor, more: Mapping[str, Any] = NO_ARRAYS) -> StepInputs:
-        # A later stage of a pipeline has no embedding, but its layers may add the rest of the media vectors.
+        # A later pipeline stage has no embedding, but its layers may add the parts of media vectors after the
+        # embedding.
         size = self._reads.media_size or self._model.hidden_size
         return prepare(
             batch, self._pool, self._staging, last_tokens, more, lengths=self.lengths, media_size=size
         )  # fmt: skip
 
     def _with_starts(self, batch: Batch) -> Batch:
-        """Return the batch with exact starts on a CPU, where all earlier steps are done.
+        """On a CPU, where all earlier steps are done, return the batch with exact starts.
 
-        Otherwise return it unchanged.
+        On a GPU, return it unchanged.
         """
         return with_exact_starts(batch, self.lengths) if self.device.is_host else batch
 
@@ -568,7 +573,7 @@ class StepExecutor:
         return _Begun(batch, inputs.samples, None, inputs.requested, inputs=inputs)
 
     def _with_proposals(self, batch: Batch, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with the ids that the GPU's drafter proposes, or unchanged without such a drafter."""
+        """Return the inputs with the draft tokens of the GPU's drafter. Without a drafter, return them unchanged."""
         return inputs if self._drafter is None else self._drafter.propose(batch, inputs, self.lengths)
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
@@ -590,9 +595,9 @@ class StepExecutor:
     ) -> Tensor | None:
         """Record which experts an enqueued step chose, if a recorder is on.
 
-        In a common step, `num_tokens` counts the tokens of all attention groups; None: only this batch's. Returns a
-        copy of the experts that were chosen for the tokens of `batch.expert_rows`, int16 [n, L, k], or None without
-        such rows or without a recorder.
+        `num_tokens` is the number of the step's tokens; in a common step, it includes all attention groups. None means
+        the batch's tokens. Returns a copy of the experts chosen for the tokens of `batch.expert_rows`, int16 [n, L, k],
+        or None if there are no such rows or no recorder.
         """
         experts = self.rank.experts
         if experts is None or experts.recorder is None:
@@ -604,7 +609,7 @@ class StepExecutor:
         return experts.recorder.chosen(_tokens_of(batch, batch.expert_rows), len(batch.token_ids), captured)
 
     def _chosen_by_graph(self, batch: Batch, inputs: StepInputs) -> Sampled | None:
-        """Sample all rows of a step by a CUDA graph, or return None if no graph can."""
+        """Compute and sample all rows of a step with a CUDA graph, or return None if no graph can."""
         graphs, sampling = self.cuda_graphs, batch.sampling
         if graphs is None or sampling is None or len(sampling.positions) < len(batch.token_ids):
             return None
@@ -653,7 +658,7 @@ class StepExecutor:
             self._dump.write(batch, logits)
 
     def _hidden_of_rows(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all tokens of the sequences in `batch.hidden_rows`, as a float32 copy [n, E].
+        """Return the hidden states of all tokens of the rows in `batch.hidden_rows`, as a float32 copy [n, E].
 
         `hidden` [T, E] has the states of all tokens of the batch.
         """
@@ -662,7 +667,7 @@ class StepExecutor:
     def _hidden_of_all(self, begun: _Begun, final: Tensor) -> Tensor:
         """Return the hidden states [T, E] of all tokens. The next step may overwrite them.
 
-        `final` is the result of `_final_hidden`, which has only the sampled positions of a step in the CPU graph.
+        `final` is the result of `_final_hidden`. After a step in the CPU graph, it has only the sampled positions.
         """
         graph = self._cpu_graph
         return graph.hidden_of_all(len(begun.batch.token_ids)) if begun.in_graph and graph is not None else final
@@ -670,7 +675,7 @@ class StepExecutor:
     def _final_hidden(self, begun: _Begun) -> Tensor:
         """Return the hidden states [T, E] after the final norm.
 
-        With pipeline parallelism, only requested positions have values, unless `all_states` is set.
+        With pipeline parallelism, only the requested positions have valid values, unless `all_states` is set.
         """
         if begun.hidden is not None:
             return begun.hidden
@@ -687,16 +692,16 @@ class StepExecutor:
     def _keep(
         self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Store each row's last sampled id as its sequence's last token, on every rank that embeds tokens.
+        """Store each row's last sampled id as its sequence's last token. Called on every rank that has the embedding.
 
-        `ids` [N] are the sampled ids. `limits` [D], on rank 0, are the maximum numbers of draft tokens that rows may
-        accept; None: no limit. Other ranks do not know the limits. This is safe: a row with a limit has a constraint,
-        so the batch with its next row brings its last token and its exact start.
+        `ids` [N] are the sampled ids. `limits` [D] are the maximum numbers of draft tokens that rows may accept; None:
+        no limit. Only rank 0 knows the limits. The other ranks do not need them: a row with a limit has a constraint,
+        and the next row of such a sequence contains its last token and its exact start.
 
         Returns the number of accepted draft tokens of each row [D] (None without draft tokens), and the branch that
-        each row takes [D] or -1 (None without branches). The KV of taken branches is copied to the pages of their
-        sequences. With pipeline parallelism nothing is stored: a sequence is in one step at a time, so its tokens are
-        known.
+        each row continues with [D] or -1 (None without branches). The KV of such branches is copied to the pages of
+        their sequences. With pipeline parallelism nothing is stored, because a sequence is in only one step at a time,
+        so the next batch contains its last token.
         """
         if self.pipelined:
             return (None if samples.drafts is None else last_choices(ids, samples.drafts, limits)[0]), None
@@ -722,7 +727,7 @@ class StepExecutor:
             with torch.inference_mode(), self.device.forward():
                 yield
         except (torch.OutOfMemoryError, MemoryError) as error:
-            traceback.clear_frames(error.__traceback__)  # the frames would keep the step's tensors alive
+            traceback.clear_frames(error.__traceback__)  # otherwise the frames would keep the step's tensors alive
             self.device.release_unused()
             raise OutOfMemory("The device ran out of memory in a step.") from error
 

@@ -1,4 +1,4 @@
-"""Finds the first module whose values are not finite (`--enable-nan-detection`)."""
+"""Finds the first module whose output has values that are not finite (`--enable-nan-detection`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger("penstock.core")
 
 
 class NonFiniteSearch:
-    """Recomputes failed steps module by module, and logs each origin of non-finite values once."""
+    """Recomputes failed steps module by module. Logs each module where non-finite values begin once."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._logged: set[str] = set()
 
     def log_origin(self, batch: ForwardBatch) -> None:
-        """Recompute the batch, and log the first module whose values are not finite."""
+        """Recompute the batch, and log the first module whose output is not finite."""
         origin = find_origin(self._model, batch)
         if origin not in self._logged:
             self._logged.add(origin)
@@ -34,7 +34,7 @@ class NonFiniteSearch:
 def find_origin(model: Decoder, batch: ForwardBatch) -> str:
     """Return a description of the first module, in the order of computation, whose output is not finite.
 
-    Writes the KV of the batch again, with the same values.
+    Recomputing the batch writes its KV again, with the same values.
     """
     found: list[str] = []
     with _watched(model, found):
@@ -55,7 +55,7 @@ def _watched(model: Decoder, found: list[str]) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if name and not any(module.children()):  # hooks of leaves run before those of their parents
+            if name and not any(module.children()):  # innermost modules, whose hooks run before those of their parents
                 hooks.callback(watch(name, module).remove)
         for name, module in model.named_modules():
             if name and any(module.children()):
@@ -84,5 +84,5 @@ def _is_finite(values: Tensor) -> bool:
         return True
     try:
         return bool(torch.isfinite(values).all())
-    except (RuntimeError, NotImplementedError):  # a packed layout that only its library can read
+    except (RuntimeError, NotImplementedError):  # the parameter has a packed layout that only its library can read
         return True

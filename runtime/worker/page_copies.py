@@ -1,4 +1,4 @@
-"""Copies pages between pools, in order with the steps."""
+"""Copies pages between pools, in the order of the steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ CopyPages = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # see `ops.kv`
 class PageCopier:
     """Performs a batch's page copies on the copy stream, after all earlier steps and before all later work.
 
-    Earlier steps may still write the source pages and read the target pages. The host does not wait.
+    The order is necessary because earlier steps may still write the source pages or read the target pages. The host
+    does not wait.
     """
 
     def __init__(self, pools: Sequence[KVPool], copy_pages: CopyPages, device: Device, staging: Staging) -> None:
-        """`pools` are the pools of all models of the rank. They share one page table."""
+        """Create the copier. `pools` are the pools of all models of the rank, which share one page table."""
         self._pools = {
             "device": [cache for pool in pools for cache in pool.paged.values()],
             "host": [cache for pool in pools for cache in pool.host.values()],

@@ -1,4 +1,4 @@
-"""Moves host pages of a rank to and from a page store, on threads, concurrently with the steps."""
+"""Moves the host pages of a rank to and from a page store, on threads, while steps run."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from runtime.page_store.protocol import CHECKSUM_BYTES, CheckedStore, StoreSpace
 from runtime.worker.device import Device, Event
 
 DEFAULT_THREADS = 2
-READ_AT_ONCE = 64  # maximum number of pages read from the store at a time
+READ_AT_ONCE = 64  # maximum number of pages in one read from the store
 NOT_ATTACHED = "No storage is attached to this rank."
 
 
 class PageIO:
     """The host pages of all models of a rank, and the store that is attached to them.
 
-    A page in the store consists of the bytes of its blocks, model after model. The caller ensures that no step copies
-    to or from a host page while a call moves it. Calls return futures. They begin after the work enqueued so far.
+    A page in the store consists of the bytes of its blocks in all models, in the order of the models. The caller
+    ensures that no step copies to or from a host page while a call moves the page. Calls return futures. Their work
+    begins after all work that was enqueued before.
     """
 
     def __init__(self, blocks: Sequence[Tensor], device: Device, rank_info: RankInfo) -> None:
-        """`blocks` has the blocks of each model, [num_host_pages, elements per page]."""
+        """Create the mover. `blocks` has the host pages of each model, [num_host_pages, elements per page]."""
         self._blocks = [block.view(torch.uint8).numpy() for block in blocks]
         self._rank_info = rank_info
         self._device = device
         self._store: CheckedStore | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._num_corrupt = 0  # pages of stores that are no longer attached
+        self._num_corrupt = 0  # number of corrupt pages in stores that were attached before
 
     @property
     def page_bytes(self) -> int:
@@ -67,18 +68,19 @@ class PageIO:
             store.store.close()
 
     def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future[dict[str, int]]:
-        """Read pages of the store into these host pages.
+        """Read pages of the store into the host pages `pages`.
 
-        The result has "count", the number of leading pages that were present and right, and "corrupt", the number of
+        The result has "count", the number of leading pages that were found and intact, and "corrupt", the number of
         corrupt pages since the start.
         """
         store, threads, reached = self._begin()
         return threads.submit(self._load, store, list(zip(keys, pages, strict=True)), reached)
 
     def save(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future[dict[str, int]]:
-        """Write these host pages to the store.
+        """Write the host pages `pages` to the store.
 
-        The result has "failed", the number of pages that it did not accept, and "us", the microseconds that it took.
+        The result has "failed", the number of pages that the store did not accept, and "us", the microseconds that it
+        took.
         """
         store, threads, reached = self._begin()
         return threads.submit(self._save, store, list(zip(keys, pages, strict=True)), reached)
@@ -89,12 +91,12 @@ class PageIO:
         return threads.submit(store.store.delete, keys)
 
     def clear(self) -> Future[None]:
-        """Remove all pages of this rank's space from the store."""
+        """Remove all pages of this rank from the store."""
         store, threads, _ = self._begin()
         return threads.submit(store.store.clear)
 
     def note_prompts(self, begun: Sequence[bytes], ended: Sequence[bytes]) -> None:
-        """Tell the store of a prefill server which prompts have begun and ended. Other stores need no notes."""
+        """Tell the store of a prefill server which prompts have begun and ended. Does nothing with other stores."""
         if self._store is not None and isinstance(self._store.store, OfferedPages):
             self._store.store.note_prompts(begun, ended)
 
@@ -113,7 +115,7 @@ class PageIO:
                 break
             try:
                 number = self._read(store, part)
-            except Exception:  # an error of the store counts as a miss
+            except Exception:  # after any error of the store, the pages count as missing
                 break
             count += number
             if number < len(part):
@@ -128,12 +130,12 @@ class PageIO:
                 break
             try:
                 store.set(key, self._bytes_of(page))
-            except Exception:  # an error of the store, for example a full disk
+            except Exception:  # any error of the store, for example a full disk
                 failed += 1
         return {"failed": failed, "us": round((time.monotonic() - began_s) * 1e6)}
 
     def _read(self, store: CheckedStore, items: Sequence[tuple[bytes, int]]) -> int:
-        """Read pages into their host pages. Return the number of leading pages that were present and right."""
+        """Read pages into their host pages. Return the number of leading pages that were found and intact."""
         keys = [key for key, _ in items]
         if len(self._blocks) == 1:
             return store.get_many(keys, [memoryview(self._blocks[0][page]) for _, page in items])

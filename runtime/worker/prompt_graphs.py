@@ -1,4 +1,4 @@
-"""Piecewise CUDA graphs of steps with prompts: the parts of the forward pass between attention or recurrence calls."""
+"""Piecewise CUDA graphs of steps with prompts: each graph has the operations between two attention calls."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
-OUT = "out"  # name of the buffers for the outputs of eager calls
-SPANS = "spans"  # name of the array that cache kinds with states have (`ops.recurrence`)
+OUT = "out"  # name of the buffers for the outputs of calls that run eagerly
+SPANS = "spans"  # name of the array of cache kinds that have states (`ops.recurrence`)
 
-# Computes attention or recurrence from its inputs (queries) for all tokens of a step, with the rows of this step.
+# Computes attention or recurrence for all tokens of a step, from its inputs (queries) and the rows of this step.
 Attention = Callable[[Sequence[Tensor], ForwardBatch], Tensor]
 
 
 class _Call(NamedTuple):
-    """An attention or recurrence call between two graphs."""
+    """An attention or recurrence call, which runs eagerly between two graphs."""
 
-    inputs: Sequence[Tensor]  # written by the graph before it
-    out: Tensor  # read by the graph after it
+    inputs: Sequence[Tensor]  # buffers that the graph before the call writes
+    out: Tensor  # buffer that the graph after the call reads
     attend: Attention
 
 
 class _Captured(NamedTuple):
-    """The captured forward pass for one number of tokens: graphs, with an attention call between consecutive ones."""
+    """The captured forward pass for one number of tokens: graphs, and the eager calls between them."""
 
     graphs: Sequence[Graph]
     calls: Sequence[_Call]
@@ -50,10 +50,10 @@ class _Captured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A buffer that every step fills. Tokens are its last dimension, or its first one if `by_row` is set."""
+    """A buffer that every step fills. Its last dimension is tokens, or its first one if `by_row` is set."""
 
     buffer: Tensor
-    read: Callable[[ForwardBatch], Tensor | None]  # the step's values, or None if all are `padding`
+    read: Callable[[ForwardBatch], Tensor | None]  # returns the step's values, or None if all values are `padding`
     padding: int
     by_row: bool = False
 
@@ -66,13 +66,13 @@ class PromptGraphs:
 
     Attention and recurrence depend on the number and the lengths of a step's rows. All other operations depend only on
     the number of tokens. A capture therefore ends a graph at every attention call, and at every call that reads
-    recurrent states, and begins the next graph after it. A step replays the graphs, and makes these calls eagerly
-    between them, so every backend works. Their inputs and outputs are copied through buffers that all layers and sizes
-    share.
+    recurrent states, and begins the next graph after the call. A step replays the graphs, and makes these calls eagerly
+    between them. The calls may thus use any backend. Their inputs and outputs are copied to and from buffers that all
+    layers and sizes share.
 
-    Steps are padded with tokens that write to the scratch page. The eager calls do not compute these tokens; their
-    outputs are 0. A size is captured only after a step has needed it. The same thread must call all methods,
-    except `is_waiting` and `num_missed`.
+    Steps are padded with tokens that write to the scratch page. Eager calls do not compute padding tokens, whose
+    outputs are 0. A size is captured only after a step needed it. The same thread must call all methods, except
+    `is_waiting` and `num_missed`.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class PromptGraphs:
         """Allocate the buffers. `reads` are the optional inputs that the model reads."""
         self._model, self._cache, self._device, self._buckets = model, cache, device, buckets
         self._captured: dict[int, _Captured] = {}
-        self._waiting: list[int] = []  # sizes that steps have needed; the last one is captured next
+        self._waiting: list[int] = []  # sizes that steps needed; the last one is captured next
         self._num_missed = 0
-        self._num_real = 0  # number of leading tokens in the buffers that may have values of an earlier step
-        self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers for the inputs and outputs of attention
-        # Each further cache kind must have either just a page table or just spans.
+        self._num_real = 0  # number of leading tokens in the buffers that may contain values of an earlier step
+        self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers for the inputs and outputs of eager calls
+        # Each other cache kind must have exactly one array: a page table or spans.
         capturable = all([*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds)
         self._largest = max(buckets.sizes, default=0) if capturable else 0
         with torch.inference_mode(), device.forward():
             self._inputs, self._batch = self._make_buffers(self._largest, reads)
 
     def __call__(self, batch: ForwardBatch) -> Tensor | None:
-        """Return hidden states [T, E], valid until the next call, or None if no captured size fits."""
+        """Compute a step. Return hidden states [T, E], valid until the next call, or None if no captured size fits."""
         size = self._fitting(batch)
         if size is None:
             return None
@@ -119,11 +119,11 @@ class PromptGraphs:
         return captured.hidden[:num_tokens]
 
     def is_waiting(self) -> bool:
-        """Return whether a size that steps need is not captured yet."""
+        """Return whether a size that a step needed is not captured yet."""
         return bool(self._waiting)
 
     def num_missed(self) -> int:
-        """Return how many steps have run eagerly since the last capture although they fit a size."""
+        """Return how many steps ran eagerly since the last capture although a size (not yet captured) fits them."""
         return self._num_missed
 
     @property
@@ -132,14 +132,14 @@ class PromptGraphs:
         return frozenset(self._captured)
 
     def capture_next(self) -> bool:
-        """Capture the size that a step needed last. Return whether more sizes wait."""
+        """Capture the size that a step needed last. Return whether more sizes remain."""
         if not self._waiting:
             return False
         size = self._waiting.pop()
         self._num_missed = 0
         with torch.inference_mode(), self._device.forward():
             self._pad(0)
-            self._run(size, [], lambda: None)  # compiles and loads kernels, which is impossible during a capture
+            self._run(size, [], lambda: None)  # compiles and loads kernels, which cannot be done during a capture
             calls: list[_Call] = []
             graphs, hidden = self._device.capture_parts(lambda divide: self._run(size, calls, divide))
             self._captured[size] = _Captured(graphs, calls, hidden)
@@ -149,7 +149,7 @@ class PromptGraphs:
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """Return the size for this step, or None if no size fits."""
         attention = batch.attention
-        if not self._largest or attention.replans is not None:  # this step is itself being captured
+        if not self._largest or attention.replans is not None:  # true if another runner is capturing this step
             return None
         if batch.media_levels or batch.adapted or attention.repeated is not None or batch.states is not None:
             return None
@@ -174,14 +174,17 @@ class PromptGraphs:
         self._num_real = num_tokens
 
     def _pad(self, num_tokens: int) -> None:
-        """Turn the tokens from `num_tokens` on into padding."""
+        """Turn all tokens from index `num_tokens` on into padding."""
         if num_tokens < self._num_real:
             for each in self._inputs:
                 each.first(self._num_real, num_tokens).fill_(each.padding)
             self._num_real = num_tokens
 
     def _run(self, size: int, calls: list[_Call], divide: Callable[[], None]) -> Tensor:
-        """Run the model for `size` tokens of the buffers. Append each attention call to `calls`, then call `divide`."""
+        """Run the model for the first `size` tokens of the buffers.
+
+        At each eager call, append to `calls` and call `divide`.
+        """
 
         def pause(inputs: Sequence[Tensor], out_shape: Sequence[int], attend: Attention) -> Tensor:
             kept = [self._buffer(("input", place), each.shape, each.dtype) for place, each in enumerate(inputs)]
@@ -199,7 +202,7 @@ class PromptGraphs:
         return self._model(_first_tokens(self._batch, size, caches))
 
     def _buffer(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a buffer of this shape, whose first dimension is tokens. The first call allocates it."""
+        """Return a buffer of this shape; the first dimension is tokens. Allocates it at the first call."""
         count, *others = shape
         key = name, tuple(others), dtype
         if key not in self._between:
@@ -209,7 +212,7 @@ class PromptGraphs:
         return self._between[key][:count]
 
     def _make_buffers(self, size: int, reads: BatchReads) -> tuple[list[_Input], ForwardBatch]:
-        """Return the buffers, and a batch of them in which every token is a row of its own."""
+        """Return the buffers, and a batch made of them in which every token has its own row."""
         cache, device = self._cache, self._device.torch_device
         inputs: list[_Input] = []
 
@@ -330,7 +333,7 @@ class _PausingCache:
 
 
 class _PausingStates:
-    """The states of a recurrent layer during a capture. Calls that read them are not captured, like attention."""
+    """The states of a recurrent layer during a capture. Like attention, calls that read them are not captured."""
 
     def __init__(
         self, cache: StateCache, pause: Callable[[Sequence[Tensor], Sequence[int], Attention], Tensor]

@@ -1,4 +1,4 @@
-"""The state of a rank that verbs (see `runtime.worker.verbs`) read and change."""
+"""The state of a rank that verbs (rank commands, see `runtime.worker.verbs`) read and change."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ class RankState:
     """The state of a rank that verbs read and change."""
 
     device: Device
-    leads: bool  # whether this is rank 0, which has the sampler
+    leads: bool  # whether this is rank 0, which samples
     rank: int = 0  # rank among all ranks of this replica
     pool: KVPool | None = None
     weights: LoadedWeights | None = None  # None: the weights cannot be replaced
     adapters: Adapters | None = None  # None: the engine serves no adapters
     profiler: StepProfiler | None = None
     copier: PageCopier | None = None
-    pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
-    groups: dict[str, TransferGroup] = field(default_factory=dict)  # process groups with trainers, by name
-    experts: RankExperts | None = None  # None: experts of this rank are neither recorded nor shared
+    pages: PageIO | None = None  # None: no store can be attached, because host pages are not contiguous blocks
+    # Process groups with trainers or new servers, by name.
+    groups: dict[str, TransferGroup] = field(default_factory=dict)
+    experts: RankExperts | None = None  # None: the experts of this rank are neither recorded nor moved
     received: deque[Received] = field(default_factory=deque)  # parts of a transfer that are not yet staged
 
     @property
     def has_initial_weights(self) -> bool:
-        """Whether the weights come unchanged from the first checkpoint, and no update or release is in progress."""
+        """Whether the weights are those of the first checkpoint, and no update or release is in progress."""
         return self.weights is not None and self.weights.are_initial
 
     @property
     def loaded(self) -> LoadedWeights:
-        """The object that replaces weights. Raises InvalidRequest if they cannot be replaced."""
+        """The object that replaces the weights. Raises InvalidRequest if they cannot be replaced."""
         if self.weights is None:
             raise InvalidRequest("The weights of this model cannot be replaced while it runs.")
         return self.weights

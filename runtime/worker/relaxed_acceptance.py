@@ -1,4 +1,4 @@
-"""Accepts more draft tokens of sampled rows than the model's own draws would (`--speculative-accept-threshold-*`)."""
+"""Accepts draft tokens that the model did not sample, if they are likely (`--speculative-accept-threshold-*`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from runtime.batch import Batch, Sampling
 class RelaxedAcceptance(NamedTuple):
     """SGLang's thresholds for accepting a draft token of probability p.
 
-    The draft token is accepted if p >= `single`, otherwise with probability min(1, p / `divisor`). Without thresholds,
-    a draft token is accepted if the model draws it, which has probability p. Thresholds accept further draft tokens, so
+    A draft token is accepted if p >= `single`, otherwise with probability min(1, p / `divisor`). Without thresholds, it
+    is accepted if the model samples it, which has probability p. With thresholds more draft tokens are accepted, so
     outputs no longer have the model's distribution.
     """
 
@@ -26,14 +26,15 @@ class RelaxedAcceptance(NamedTuple):
     divisor: float  # in (0, 1]
 
     def choose(self, logits: Tensor, ids: Tensor, arrays: SamplingArrays, on_device: Mapping[str, Tensor]) -> Tensor:
-        """Return the drawn `ids` int64 [N]. Accepted draft tokens replace the drawn ids at their positions.
+        """Return the tokens int64 [N]: the sampled `ids`, or accepted draft tokens in their place.
 
-        `logits` [N, V] are the logits from which `ids` were drawn. `on_device` has the arrays of `relaxed_arrays`.
+        `logits` [N, V] are the logits from which `ids` were sampled. `on_device` has the arrays of `relaxed_arrays`.
         """
         rows, drafts = on_device["relaxed_rows"], on_device["relaxed_drafts"]
         own = SamplingArrays(*(field[rows] for field in arrays))
         p = probabilities(logits[rows], own, drafts)
-        more = ((p / self.divisor).clamp(max=1) - p) / (1 - p).clamp(min=1e-12)  # in addition to the draw
+        # Probability of acceptance if the model sampled another token.
+        more = ((p / self.divisor).clamp(max=1) - p) / (1 - p).clamp(min=1e-12)
         accepted = (second_uniform(own.uniform) < more) | ((p >= self.single) & (p > 0))
         return ids.index_copy(0, rows, torch.where(accepted, drafts, ids[rows]))
 
@@ -41,7 +42,7 @@ class RelaxedAcceptance(NamedTuple):
 def relaxed_arrays(batch: Batch, sampling: Sampling, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the sampled positions (of N) that a draft token follows, and these draft tokens, as arrays by name.
 
-    Greedy positions and positions with XTC are excluded.
+    Excludes greedy positions and positions with XTC sampling.
     """
     is_followed = np.zeros(len(sampling.row_of), np.bool_)
     is_followed[:-1] = sampling.row_of[:-1] == sampling.row_of[1:]

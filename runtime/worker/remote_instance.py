@@ -1,8 +1,8 @@
 """Copies the weights of a running server to a server that starts (--load-format remote_instance).
 
-Each rank of the new server and the same rank of the running server form a process group of two, with its own port. The
-running rank is rank 0. It sends a digest of its parameters' names and layouts. If the new rank agrees, the running rank
-sends the bytes of all parameters, in the layout that the kernels read.
+Each rank of the new server forms a process group of two with the same rank of the running server, on its own port. The
+running server's rank is rank 0 of this group. It first sends a digest of its parameters' names and layouts. If the new
+server's digest is equal, it then sends the bytes of all parameters, in the layout that kernels read.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ OTHER_LAYOUT = (
 
 
 def send_parameters(model: nn.Module, group: TransferGroup) -> None:
-    """Send all parameters to a new server. Raises `InvalidRequest` if its model has another layout."""
+    """Send all parameters to a new server. Raises `InvalidRequest` if the layout of its model differs."""
     group.broadcast(_digest(model), SENDER)
     agrees = group.broadcast(torch.zeros(1, dtype=torch.uint8), RECEIVER)
     if not agrees.item():
         raise InvalidRequest("The new server's weights have another layout.", param="group_name")
     for storage in _storages(model):
         group.broadcast(storage.cpu(), SENDER)
-    group.broadcast(torch.zeros(1, dtype=torch.uint8), RECEIVER)  # returns when the other rank has received everything
+    group.broadcast(torch.zeros(1, dtype=torch.uint8), RECEIVER)  # returns when the receiver has got everything
 
 
 def load_from_instance(model: nn.Module, plan: ModelPlan, rank_info: RankInfo) -> None:
-    """Fill the model's parameters, which `prepare` has laid out, from a running server. Raises CheckpointError."""
+    """Fill the parameters of a model, which `prepare` has laid out, from a running server. Raises CheckpointError."""
     seed, ports = f"{plan.seed_address}:{plan.seed_port}", plan.seed_group_ports or ()
     name = f"remote-instance-{uuid4().hex}" if rank_info.rank == 0 else "remote-instance"
     body = {
@@ -74,7 +74,7 @@ def load_from_instance(model: nn.Module, plan: ModelPlan, rank_info: RankInfo) -
             _receive(model, group, seed)
             if asked is not None:
                 asked.result()
-        except RuntimeError as error:  # an error of gloo
+        except RuntimeError as error:  # how gloo reports errors
             raise CheckpointError(
                 f"Copying the weights of {seed} failed: it is gone, or did not answer in time."
             ) from error
@@ -101,7 +101,7 @@ def _join(plan: ModelPlan, port: int, asked: Future[None] | None, seed: str) -> 
 def _wait_for_port(address: str, port: int, asked: Future[None] | None) -> None:
     """Wait until the running server has opened the port.
 
-    Raises OSError after `JOIN_TIMEOUT_S`, or the error of `asked`.
+    Raises OSError after `JOIN_TIMEOUT_S`, or the error of the future `asked` if it fails first.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
@@ -140,7 +140,7 @@ def _post(plan: ModelPlan, route: str, body: Mapping[str, Any]) -> None:
     content = json.dumps({key: value for key, value in body.items() if value is not None}).encode()
     request = Request(f"http://{seed}/{route}", content, headers)
     try:
-        # Proxies of the environment are not used, because they would read the key.
+        # Ignores the proxies of the environment, because they would see the key.
         with build_opener(ProxyHandler({})).open(request, timeout=10 * JOIN_TIMEOUT_S) as answer:
             answer.read(MAX_ANSWER_BYTES)
     except HTTPError as error:
@@ -151,7 +151,7 @@ def _post(plan: ModelPlan, route: str, body: Mapping[str, Any]) -> None:
 
 
 def _storages(model: nn.Module) -> Iterator[Tensor]:
-    """Return the memory of all parameters as bytes, uint8 [N]. Each storage occurs once."""
+    """Yield the memory of all parameters as bytes, uint8 [N]. Memory that parameters share is yielded once."""
     for name, parameter in model.named_parameters():
         if parameter.is_mkldnn:
             raise CheckpointError(f"{name} is stored in a form of oneDNN, which cannot be copied.")

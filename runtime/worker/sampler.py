@@ -1,4 +1,4 @@
-"""Samples the tokens of a step from its logits: penalties, biases, truncation, the draw and log-probabilities."""
+"""Samples the tokens of a step from its logits: penalties, biases, truncation, random choice and log-probabilities."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from runtime.worker.step_inputs import NO_ARRAYS, NOT_STAGED, Staged, Staging
 
 logger = logging.getLogger("penstock.scheduler")
 
-FIELDS = SamplingArrays._fields  # names of the arrays that `choose` takes
+FIELDS = SamplingArrays._fields  # names of the arrays that `choose` reads
 PARAMS = tuple(name for name in FIELDS if name in ROW_ARRAYS)
-ROWS_WITH_DRAFTS = 64  # maximum number of rows with draft tokens whose token counts are copied at a time
+ROWS_WITH_DRAFTS = 64  # token counts are copied for at most this many rows with draft tokens at a time
 # names of the row arrays that `penalize` applies to the logits before `choose`
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def check_row_arrays(declared: Mapping[str, RowArray]) -> None:
-    """Raise TypeError if the sampler would ignore a declared row array, or if one that it needs is not declared."""
+    """Raise TypeError if the sampler ignores a declared row array, or needs one that is not declared."""
     for name, array in declared.items():
         if name not in FIELDS and name not in PENALTIES:
             raise TypeError(f"{name} has a RowArray, but ops.sampling.SamplingArrays has no field {name}.")
@@ -54,7 +54,7 @@ check_row_arrays(ROW_ARRAYS)
 
 
 def chooses_plainly(sampling: Sampling) -> bool:
-    """Return whether the step requests only tokens, and these depend only on the logits and on `SamplingArrays`."""
+    """Return whether the step requests only tokens, and the tokens depend only on the logits and `SamplingArrays`."""
     return (
         sampling.bias is None
         and sampling.penalties is None
@@ -65,41 +65,41 @@ def chooses_plainly(sampling: Sampling) -> bool:
 
 
 def chooses_greedily(sampling: Sampling) -> bool:
-    """Return whether only the likeliest token of each position is requested."""
+    """Return whether the step requests only the likeliest token of each position."""
     return bool(sampling.greedy.all()) and chooses_plainly(sampling)
 
 
 def sampling_arrays(on_device: Mapping[str, Tensor]) -> SamplingArrays:
-    """Return the arrays that sampling reads."""
+    """Return the arrays that sampling reads, from the step's arrays."""
     return SamplingArrays(*(on_device[name] for name in FIELDS))
 
 
 class HostTokens(NamedTuple):
     """The results at the N sampled positions, on the host."""
 
-    tokens: list[list[int]]  # [N], one id per position, or none if its host data was late
+    tokens: list[list[int]]  # [N], the id of each position; empty if its host data was late
     failed: list[int]  # positions (of N) whose logits were not finite, or whose constraint failed
     logprobs: list[Logprobs | None] | None  # [N]; None: no row requested log-probabilities
     stuck: list[int]  # positions among `failed` whose constraint failed or allowed no token
     accepted: list[int] | None = None  # [D], number of accepted draft tokens of each row
-    taken: list[int] | None = None  # [D], the branch that each row takes or -1; None: no branches
+    taken: list[int] | None = None  # [D], the branch that each row continues with or -1; None: no branches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """The results at the N sampled positions, on the device.
 
-    Copy `tensors()` to the host, wait, then `read` the copies.
+    To read them, copy `tensors()` to the host, wait for the copies, and pass them to `read`.
     """
 
     ids: Tensor  # int64 [N], always valid ids
-    sound: Tensor  # bool [N], whether the logits were finite and allowed a token
+    sound: Tensor  # bool [N], whether the logits were finite and at least one token was allowed
     scored: ScoredRows | None = None
-    scored_rows: tuple[int, ...] = ()  # positions (of N) in `scored`
+    scored_rows: tuple[int, ...] = ()  # positions (of N) whose log-probabilities are in `scored`
     host_data: Arrived = NO_HOST_DATA
-    accepted: Tensor | None = None  # int64 [D], accepted draft tokens of each row; None: no draft tokens
-    taken: Tensor | None = None  # int64 [D], the branch that each row takes or -1; None: no branches
-    # The arrays of the step, if tokens of penalised rows can be counted only after draft tokens are verified.
+    accepted: Tensor | None = None  # int64 [D], number of accepted draft tokens of each row; None: no draft tokens
+    taken: Tensor | None = None  # int64 [D], the branch that each row continues with or -1; None: no branches
+    # The step's arrays, if penalised rows have draft tokens: their tokens can be counted only after verification.
     uncounted: Mapping[str, Tensor] | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -113,7 +113,7 @@ class Sampled:
         ]
 
     def read(self, host: Sequence[Tensor]) -> HostTokens:
-        """Return plain values from the host copies of `tensors()`."""
+        """Convert the host copies of `tensors()` to plain values."""
         tokens, sound = [[token_id] for token_id in host[0].tolist()], host[1].tolist()
         without_token, failed = self.host_data.without_token, self.host_data.failed
         for row in without_token:
@@ -140,10 +140,10 @@ class Sampled:
 class Sampler:
     """Samples the tokens of every step. Owned by the thread that runs the forward pass.
 
-    Host arrays are copied to the device with the step's inputs (`arrays`). If the step waits for host data, they are
-    copied after the forward pass instead. Token counts of sequences with penalties take 5 bytes per vocabulary entry,
-    for each sequence index that ever had penalties: 0.75 MB at V = 150,000. The tables grow by doubling, up to
-    `num_sequences`.
+    Host arrays are copied to the device with the step's inputs (`arrays`), or after the forward pass if the step waits
+    for host data. Sequences with penalties need token counts: 5 bytes per vocabulary entry (0.75 MB at V = 150,000),
+    for each sequence index that was ever used with penalties. These tables grow by doubling, up to `num_sequences`
+    rows.
     """
 
     def __init__(
@@ -177,11 +177,11 @@ class Sampler:
     def sample(self, logits: Tensor, batch: Batch, staged: Staged = NOT_STAGED) -> Sampled:
         """Sample a token for each row of `logits` (float32 [N, V], changed in place).
 
-        `staged` has the batch's `arrays` if they are already on the device. The method waits only for host data
-        (grammar masks, logits processors, biases) of rows with a constraint. It stops waiting shortly after the forward
-        pass; late rows get no token. Log-probabilities are those of the distribution after penalties, biases, masks,
-        logits processors and temperature (1 for greedy rows), but before the truncation by top-k, top-p and min-p. With
-        `raw_logprobs`, they are computed from the given `logits` without these changes.
+        `staged` has the batch's `arrays` if they are already on the device. For rows with a constraint, the method
+        waits for host data (grammar masks, logits processors, biases) until shortly after the forward pass; late rows
+        get no token. Log-probabilities are those of the distribution after penalties, biases, masks, logits processors
+        and temperature (1 for greedy rows), but before the truncation by top-k, top-p and min-p. With `raw_logprobs`,
+        they are computed from the given `logits` without these changes.
         """
         sampling = batch.sampling
         if sampling is None:
@@ -226,7 +226,7 @@ class Sampler:
         return Sampled(ids, sound, scored, rows, arrived, uncounted=uncounted)
 
     def warm_up(self, num_rows: int) -> None:
-        """Compile the device's kernels that sample, penalise, mask and score, by running them on `num_rows` rows."""
+        """Compile the device's sampling kernels (penalties, masks, choice, scores): run them on `num_rows` rows."""
         vocab_size = self._seen.counts.shape[1]
         host: dict[str, np.ndarray] = {
             "greedy": np.zeros(num_rows, np.bool_),
@@ -244,14 +244,14 @@ class Sampler:
         self._score(logits, on_device["temperature"], ids, 1, rows[:, None])
 
     def count(self, sampled: Sampled, accepted: Tensor) -> None:
-        """Count the tokens of penalised rows in a step with draft tokens.
+        """Count the accepted tokens of penalised rows in a step with draft tokens.
 
-        `accepted` [D] are the accepted draft tokens.
+        `accepted` [D] are the numbers of accepted draft tokens.
         """
         arrays = sampled.uncounted
         if arrays is None:
             return
-        accepted = torch.cat([accepted, accepted.new_zeros(1)])  # for rows without draft tokens
+        accepted = torch.cat([accepted, accepted.new_zeros(1)])  # element D is for rows without draft tokens
         used = arrays["draft_offsets"] <= accepted[arrays["draft_owners"]]
         self._seen.add_if(used, arrays["counted"], sampled.ids[arrays["penalised_rows"]])
 
@@ -264,12 +264,12 @@ class Sampler:
     ) -> ScoredPrompts:
         """Score prompt tokens by the raw logits of the positions before them (see `logprobs.score_prompts`)."""
         on_device = staged.on_device
-        if "prompt_indices" not in on_device:  # steps in the CPU graph stage no arrays
+        if "prompt_indices" not in on_device:  # steps in the CPU graph copy no arrays in advance
             on_device = self._staging.copy(prompt_arrays(requests))
         return score_prompts(hidden, logits_of, requests, on_device, self._score)
 
     def _host_arrays(self, batch: Batch, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
-        """Return all arrays that the device needs for these positions, by name."""
+        """Return all arrays that the device needs to sample these positions, by name."""
         arrays = {"greedy": sampling.greedy, "uniform": sampling.uniform, **sampling.params}
         for name in PARAMS:
             if name not in arrays:
@@ -307,7 +307,7 @@ class Sampler:
             arrays[f"prompt {fresh.sequence_index}"] = self._seen.known(fresh.prompt_ids)
             arrays[f"output {fresh.sequence_index}"] = self._seen.known(fresh.output_ids)
         rows, sequence_indices = penalties.rows, penalties.sequence_indices
-        if without_token:  # rows without a token count no token
+        if without_token:  # rows that get no token must not count one
             keep = np.array([row not in without_token for row in rows.tolist()], np.bool_)
             rows, sequence_indices = rows[keep], sequence_indices[keep]
         arrays["penalised_rows"], arrays["counted"] = rows, self._seen.indices_of(sequence_indices)
@@ -338,22 +338,24 @@ class Sampler:
 class SeenTokens:
     """Token counts of sequences with penalties, on the device. Other sequence indices take no memory.
 
-    A sequence index keeps its row of `counts` and `in_prompt` forever, for later sequences with penalties.
+    Once a sequence index has a row of `counts` and `in_prompt`, it keeps this row for later sequences.
     """
 
     def __init__(self, vocab_size: int, num_sequences: int, device: torch.device) -> None:
-        self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)  # [C, V], generated tokens
-        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # [C, V]
+        # [C, V], number of generated tokens by token id.
+        self.counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        # [C, V], whether the prompt contains the token id.
+        self.in_prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
         self._num_sequences = num_sequences
-        self._indices: dict[int, int] = {}  # sequence index -> index into [C]
+        self._indices: dict[int, int] = {}  # sequence index -> row, an index into [C]
 
     def reserve(self, sequence_index: int) -> None:
-        """Reserve a row for this sequence index."""
+        """Give this sequence index a row, if it has none."""
         if self._indices.setdefault(sequence_index, len(self._indices)) == len(self.counts):
             self._grow()
 
     def start(self, sequence_index: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
-        """Initialise the row with the tokens of a new sequence. The int64 ids must have passed `known`."""
+        """Initialise a row with the tokens of a new sequence. The int64 ids must come from `known`."""
         index = self._indices[sequence_index]
         self.in_prompt[index].zero_().index_fill_(0, prompt_ids, True)
         ones = torch.ones_like(output_ids, dtype=torch.int32)
@@ -364,21 +366,21 @@ class SeenTokens:
         return np.array([self._indices[sequence_index] for sequence_index in sequence_indices.tolist()], np.int64)
 
     def add(self, indices: Tensor, ids: Tensor) -> None:
-        """Count one generated token in each of these distinct rows."""
+        """Count one generated token in each of these rows, which must be distinct."""
         self.counts[indices, ids] = self.counts[indices, ids] + 1
 
     def add_if(self, used: Tensor, indices: Tensor, ids: Tensor) -> None:
-        """Count a generated token wherever `used`, bool [P], is true. Rows may repeat."""
+        """Count a generated token wherever `used`, bool [P], is true. A row may occur several times."""
         self.counts.index_put_((indices, ids), used.to(self.counts.dtype), accumulate=True)
 
     def with_drafts(self, indices: Tensor, drafts: Tensor) -> Tensor:
-        """Return the counts [P, V] of these rows after the draft tokens int64 [P, K]. -1 is not a draft token."""
+        """Return the counts [P, V] of these rows plus the draft tokens int64 [P, K]. -1 is padding."""
         is_draft = drafts >= 0
         counts = self.counts[indices]  # a copy
         return counts.scatter_add_(1, drafts.clamp(min=0), is_draft.to(counts.dtype))
 
     def known(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids that are in the vocabulary, int64. Image placeholders are not."""
+        """Return those of the ids that are in the vocabulary, int64. Placeholders of media are not."""
         if len(ids) and int(ids.min()) < 0:
             raise ValueError("A sequence can only start from known tokens.")
         return ids[ids < self.counts.shape[1]].astype(np.int64)
@@ -396,21 +398,21 @@ def _process(process: Callable[[Tensor], None], logits: Tensor) -> bool:
     """Run a custom logits processor on a row's logits [V]. Return False if it fails."""
     try:
         process(logits)
-    except Exception as error:  # an error in a client's code fails only its request
+    except Exception as error:  # an error in a client's code: only this request fails
         logger.error("A custom logits processor failed.", exc_info=error)
         return False
     return True
 
 
 def _joined_biases(bias: Bias | None, more: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> Bias:
-    """Return the biases of the step and of its host data together."""
+    """Merge the biases of the step with the biases from host data."""
     parts = [] if bias is None else [bias]
     parts += [Bias(np.full(len(ids), row, np.int64), ids, values) for row, (ids, values) in more.items()]
     return Bias(*(np.concatenate(arrays) for arrays in zip(*parts))) if len(parts) > 1 else parts[0]
 
 
 def _row_array(sampling: Sampling, name: str) -> np.ndarray:
-    """Return a parameter at each position, [N]. The array is read-only."""
+    """Return the values of a parameter at each position, [N], as a read-only array."""
     values = sampling.params.get(name)
     return _neutral(name, len(sampling.positions)) if values is None else values
 

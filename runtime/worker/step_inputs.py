@@ -42,10 +42,11 @@ NOT_STAGED = Staged(NO_ARRAYS, MappingProxyType({}))
 class SampleInputs(NamedTuple):
     """The tensors that the end of a step needs besides the hidden states. N positions are sampled."""
 
-    index: Tensor | slice  # int64 [N], sampled positions in [T]; a slice if there are only N hidden states
-    sequences: Tensor | None  # int [N], sequence indices; None: a graph has stored the last tokens
+    # Int64 [N], sampled positions as indices into the hidden states; a slice if there are only N hidden states.
+    index: Tensor | slice
+    sequences: Tensor | None  # int [N], sequence indices; None: a graph has already stored the last tokens
     drafts: Mapping[str, Tensor] | None = None  # `draft_arrays`; None: no row has draft tokens
-    more: Staged = NOT_STAGED  # the arrays passed to `prepare` as `more`
+    more: Staged = NOT_STAGED  # the arrays that `prepare` got as `more`
 
 
 OF_GRAPH = SampleInputs(slice(None), None)
@@ -56,7 +57,8 @@ class StepInputs(NamedTuple):
 
     forward: ForwardBatch
     samples: SampleInputs
-    requested: Tensor  # int64, positions in [T] whose hidden states are needed: sampled, embedded, scored
+    # Int64, indices into [T] of the hidden states that are needed: sampled, embedded or scored positions.
+    requested: Tensor
     sequences: Tensor  # int64 [T], the sequence index of each token
 
 
@@ -110,14 +112,14 @@ def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
 
 
 def _unknown_start_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the additional arrays for `_take_lengths`."""
+    """Return the additional arrays that `_take_lengths` reads."""
     if batch.unknown_starts is None:
         return {}
     return {"unknown_starts": batch.unknown_starts, "sequence_indices": batch.sequence_indices.astype(np.int64)}
 
 
 def _has_token_rows(batch: Batch) -> bool:
-    """Return whether the row of each token is needed: for unknown starts, and for graphs of rows with draft tokens."""
+    """Return whether the step needs each token's row: for unknown starts, and for graphs of rows with draft tokens."""
     return batch.unknown_starts is not None or batch.drafts is not None
 
 
@@ -149,7 +151,7 @@ def _media_arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _media(on_device: Mapping[str, Tensor], num_tokens: int, size: int) -> dict[str, Any]:
-    """Return the fields of `ForwardBatch` for media tokens. `size` is the size of an embedding."""
+    """Return the fields of `ForwardBatch` for media tokens. `size` is the length of an embedding vector."""
     if "media_index" not in on_device:
         return {}
     index, vectors = on_device["media_index"], on_device["media_vectors"]
@@ -176,12 +178,12 @@ def prepare(
     lengths: Tensor | None = None,
     media_size: int = 0,
 ) -> StepInputs:
-    """Compute positions and the slot mapping, and copy all arrays (including `more`) to the device at once.
+    """Compute positions and the slot mapping, and copy all arrays (including `more`) to the device in one transfer.
 
-    UNKNOWN token ids are read from `last_tokens`, int64 by sequence index. Unknown starts are read from `lengths`,
-    int32 by sequence index; `starts_host` of the attention metadata then has upper bounds. `media_size` is the size of
-    the embedding at the beginning of each media vector. Raises `ValueError` if a batch with unknown starts has no
-    `lengths`.
+    The device reads UNKNOWN token ids from `last_tokens`, int64 by sequence index, and unknown starts from `lengths`,
+    int32 by sequence index. With unknown starts, `starts_host` of the attention metadata has upper bounds. `media_size`
+    is the length of the embedding at the beginning of each media vector. Raises `ValueError` if a batch with unknown
+    starts has no `lengths`.
     """
     more_arrays = {f"more.{name}": array for name, array in more.items()}
     on_device = staging.copy(_host_arrays(batch, cache.page_size) | more_arrays)
@@ -236,7 +238,7 @@ def prepare(
 def samples_on_host(batch: Batch, *, are_stored: bool = False) -> SampleInputs:
     """Return a step's `SampleInputs` in host memory, for the hidden states [N, E] of its sampled positions.
 
-    With `are_stored`, the CPU graph has stored the rows' last tokens itself.
+    With `are_stored`, the CPU graph has already stored the rows' last tokens.
     """
     sampling = batch.sampling
     if sampling is None or (are_stored and batch.drafts is None):
@@ -250,14 +252,14 @@ def samples_on_host(batch: Batch, *, are_stored: bool = False) -> SampleInputs:
 
 
 def kind_inputs(arrays: Mapping[str, Tensor], slot_mapping: Tensor | None, attention: AttentionMetadata) -> KindInputs:
-    """Return the inputs of a cache kind: its arrays, and metadata with the kind's page table if it has one."""
+    """Return the inputs of a cache kind: its arrays, and attention metadata if the kind has its own page table."""
     if slot_mapping is not None:
         attention = replace(attention, page_table=arrays["page_table"], slot_mapping=slot_mapping, plan_cache={})
     return KindInputs(arrays, attention)
 
 
 def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: AttentionMetadata) -> KindInputs:
-    """Return the inputs of a cache kind for padding rows of one token. The rows use the scratch unit."""
+    """Return the inputs of a cache kind for padding rows of one token, which use only the scratch unit."""
     device = attention.slot_mapping.device
     arrays = {
         name: torch.from_numpy(array).to(device)
@@ -270,12 +272,12 @@ def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: Attentio
 class Staging:
     """Copies host arrays to the device, with one copy per call.
 
-    If the host is the device, the arrays are used directly. Otherwise they are packed into pinned buffers, which are
-    used in turn. A buffer is written again only after its copy is done.
+    On a CPU, the arrays are used directly. On a GPU, they are packed into pinned buffers, which are used in turn. A
+    buffer is reused only after its copy is done.
     """
 
     NUM_BUFFERS = 3  # one each for the running, the launched and the next step
-    ALIGNMENT = 16  # bytes; Triton would compile additional kernels for other alignments
+    ALIGNMENT = 16  # alignment of arrays in bytes; for other alignments, Triton would compile additional kernels
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -284,7 +286,7 @@ class Staging:
         self._turn = 0
 
     def copy(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Return device tensors with the arrays' contents, for later work on the forward stream."""
+        """Return device tensors with the contents of the arrays, for later work on the forward stream."""
         contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         if self._device.is_host:
             return {name: torch.from_numpy(array) for name, array in contiguous.items()}
@@ -308,7 +310,7 @@ class Staging:
     def _wait_until_read(self) -> None:
         event = self._read[self._turn]
         if event is not None:
-            event.wait()  # the event is three copies old and has usually been reached
+            event.wait()  # usually returns at once, because the buffer's last use was three copies ago
 
     def _slices(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
         """Return the byte range of each array in the buffer, and the total size."""

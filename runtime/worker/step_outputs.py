@@ -1,4 +1,4 @@
-"""Copies the results of a step to the host as plain values."""
+"""Copies the results of a step to the host, and converts them to plain values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copy_out(
     states: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> Read[StepOutput]:
-    """Start copying results to the host after the forward pass. The returned function waits for the copy.
+    """Start to copy results to the host. Return a function that waits for the copy and returns the step's output.
 
     `vectors`, float32 [M, D], are the vectors of the batch's `embedding_rows`. `states`, float32 [n, E], are the hidden
     states of all tokens of its `hidden_rows`. `experts`, int16 [n, L, k], are the chosen experts of all tokens of its
@@ -49,9 +49,10 @@ def copy_out(
 def _used_choices(
     row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int], taken: Sequence[int] | None
 ) -> dict[int, int]:
-    """Return the sampled positions whose tokens become output, and the row to which each token belongs.
+    """Return the sampled positions whose tokens become output, each with the row whose output it extends.
 
-    A row's output ends with the token at its first rejected draft token, or continues in the branch that the row takes.
+    A row's output ends with the token that was sampled instead of its first rejected draft token. If a branch has this
+    token, the output continues in the branch.
     """
     left, owners = dict.fromkeys(row_of, 1), {}
     if drafts.branches is not None:
@@ -101,7 +102,7 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
         prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
     if batch.embedding_rows is not None:
         embeddings = [None for _ in range(num_rows)]
-        # NumPy is used because torch would release the GIL for each operation and wait to acquire it again.
+        # NumPy is used because torch would release the GIL for each operation, and then wait to acquire it again.
         vectors = next(copies).numpy()
         finite = np.logical_and.reduce(np.isfinite(vectors), axis=-1)
         rows = batch.embedding_rows.tolist()
@@ -115,10 +116,11 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
 
 
 def _of_rows(batch: Batch, rows: Sequence[int], copies: Iterator[Tensor]) -> list[tuple[int, Any]]:
-    """Split the next copied array by row. It has an entry for each token of `rows`."""
+    """Split the next copied array, which has an entry for each token of `rows`, by row."""
     if not rows:
         return []
     whole = next(copies).numpy()
     parts = np.split(whole, batch.counts[list(rows)].cumsum()[:-1])
-    # A request keeps its part. A view of a small part would also keep the memory of all other parts.
+    # A request keeps its part of the array. If the part is small, it is copied, because a view would keep the whole
+    # array in memory.
     return [(row, part.copy() if 2 * len(part) < len(whole) else part) for row, part in zip(rows, parts, strict=True)]

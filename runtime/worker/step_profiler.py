@@ -1,4 +1,4 @@
-"""Profiles steps with torch's profiler: a Chrome trace of operations, CPU graph kernels and GPU kernels."""
+"""Profiles steps with torch's profiler. Writes a Chrome trace of operations, CPU graph kernels and GPU kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger("penstock.worker")
 
 
 class StepProfiler:
-    """Profiles steps from `start` until `stop`, or until the requested number of steps is reached.
+    """Profiles steps from `start` until `stop`, or for the requested number of steps.
 
     All methods must be called on the thread that enqueues steps, because torch records the operations of this thread.
-    Another thread writes the trace, so that steps continue.
+    The trace is written on another thread, so that steps continue.
     """
 
     def __init__(self, options: ProfileOptions, *, on_cuda: bool) -> None:
@@ -44,12 +44,12 @@ class StepProfiler:
 
     @property
     def running(self) -> bool:
-        """Whether the profile needs further steps."""
+        """Whether the profile records further steps."""
         return self.num_steps < self._options.num_steps
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
-        """Profile one step. Its name in the trace contains the number of rows and tokens."""
+        """Profile the step that the `with` block runs. Its name in the trace has the number of rows and tokens."""
         name = f"step {batch.number}: {len(batch.starts)} rows, {len(batch.token_ids)} tokens"
         with torch.profiler.record_function(name):
             yield
@@ -58,7 +58,7 @@ class StepProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """End the profile, and start writing the trace."""
+        """End the profile, and start to write the trace on a thread."""
         self._profile.stop()
         threading.Thread(target=self._write, name="penstock-profile", daemon=True).start()
 
@@ -66,7 +66,7 @@ class StepProfiler:
         path = self._options.path
         try:
             self._profile.export_chrome_trace(str(path))
-        except Exception as error:  # for example a full disk; reported by `stop_profile`
+        except Exception as error:  # for example a full disk; `stop_profile` reports it
             self.written.set_exception(error)
         else:
             logger.info("A profile of %d steps was written to %s.", self.num_steps, path)

@@ -15,17 +15,17 @@ from runtime.worker.device import Enqueue, Read, Result
 class TimedStep(NamedTuple):
     """The times of one step on the device's clock, in seconds."""
 
-    busy_s: float  # from start to end, including waits for launches
+    busy_s: float  # from start to end; includes time in which the device waits for launches
     period_s: float  # from the start of the previous step to the start of this one; 0 for the first
-    launch_s: float = 0.0  # time that the device thread took to enqueue the step, on the host's clock
+    launch_s: float = 0.0  # time in which the device thread enqueued the step, on the host's clock
 
 
 class StepTimer:
-    """Measures the times of steps: with events on the forward stream on CUDA, with the device thread's clock on a CPU.
+    """Measures the times of steps: on CUDA with events on the forward stream, on a CPU with the device thread's clock.
 
-    A step's time starts when the device reaches the step, and ends when its tokens are ready. Only the thread that
-    reads results waits. `forward()` returns a context in which the forward stream is current. It is None on a CPU,
-    where the launching thread computes.
+    A step starts when the device reaches it, and ends when its tokens are ready. Only the thread that reads results
+    waits for events. `forward` is None on a CPU; on CUDA, `forward()` returns a context in which the forward stream is
+    current.
     """
 
     def __init__(self, forward: Callable[[], AbstractContextManager[object]] | None) -> None:
@@ -34,7 +34,7 @@ class StepTimer:
         self._last: _TimedEvent | None = None
 
     def around(self, enqueue: Enqueue[Result]) -> Enqueue[Result]:
-        """Return a function that does the same work and measures its time."""
+        """Return a function that does the work of `enqueue` and measures its time."""
 
         def timed() -> Read[Result]:
             begin, began_s = self._now(), perf_counter()
@@ -51,7 +51,7 @@ class StepTimer:
         return timed
 
     def shares(self) -> list[float]:
-        """Return, for each step, the share of the time until the next step's start in which the device computed it."""
+        """Return, for each step, its computing time as a share of the time from its start to the next start."""
         return [min(1.0, step.busy_s / after.period_s) for step, after in zip(self.steps, self.steps[1:])]
 
     def _now(self) -> _TimedEvent:

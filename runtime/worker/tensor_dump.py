@@ -33,7 +33,7 @@ class TensorDump:
     """
 
     def __init__(self, folder: str, layers: Sequence[int] | None, model: Decoder) -> None:
-        """Observe `layers` of the model (None: all), which must compute its steps without graphs.
+        """Observe `layers` of the model (None: all). The model must run eagerly, without graphs.
 
         Raises `EngineFailure` if the folder cannot be created or the layers are not found.
         """
@@ -51,7 +51,7 @@ class TensorDump:
             found[index].register_forward_hook(self._layer(f"layers.{index}"))
 
     def write(self, batch: Batch, logits: Tensor | None) -> None:
-        """Write the file of a step, whose forward pass is enqueued."""
+        """Write the file of a step whose forward pass has been enqueued."""
         tensors = {name: tensor.cpu() for name, tensor in self._tensors.items()}
         self._tensors = {}
         tensors["rows"] = torch.from_numpy(np.repeat(np.arange(len(batch.counts)), batch.counts))
@@ -62,7 +62,7 @@ class TensorDump:
         path = self._folder / f"step-{self._num_steps:06d}.safetensors"
         unfinished = path.with_suffix(".new")
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, {"rids": rids})
-        os.replace(unfinished, path)  # readers see only complete files
+        os.replace(unfinished, path)  # so that readers see only complete files
         self._num_steps += 1
 
     def _begin(self, model: nn.Module, inputs: tuple[ForwardBatch]) -> None:
@@ -80,14 +80,15 @@ class TensorDump:
             # A copy, because the next layer may overwrite both tensors.
             whole = x + residual if isinstance(residual, Tensor) and residual.shape == x.shape else x.clone()
             whole = whole.flatten(0, -2)
-            before = self._tensors.get(name)  # transformers' modules may compute the rows of a step one by one
+            # Exists if a module of transformers computes the rows of a step one by one.
+            before = self._tensors.get(name)
             self._tensors[name] = whole if before is None else torch.cat([before, whole])
 
         return keep
 
 
 def layers_of(model: Decoder) -> Sequence[nn.Module]:
-    """Return the layers of a model. Raises `EngineFailure` if they are not found in transformers' modules."""
+    """Return the layers of a model. Raises `EngineFailure` if transformers' modules have no such list."""
     if len(model.layers):
         return list(model.layers)
     config: Any = getattr(getattr(model, "model", None), "config", None)

@@ -1,4 +1,4 @@
-"""Verifies models computed by transformers: with Penstock's caches, their logits must equal those of transformers."""
+"""Checks models that transformers computes: with Penstock's caches, logits must equal transformers' own logits."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = logging.getLogger("penstock.core")
 
 PAGE = 16
 FIRST, SECOND = 5, 3  # numbers of tokens in the two test texts
-SPLIT = 3  # tokens of the first text computed in its first step; a second step computes the rest
-# Maximum mean difference, relative to the mean magnitude. With 16-bit dtypes, routers may choose other experts at near
-# ties.
+SPLIT = 3  # the first step computes this number of tokens of the first text, and a second step the rest
+# Maximum mean difference of logits, relative to their mean magnitude. It is larger for 16-bit dtypes, because routers
+# may choose other experts at near ties.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 def verified(model: Decoder, facts: ModelFacts, device: torch.device, context_length: int) -> Decoder:
     """Return the model with caches that reproduce its logits: Penstock's if possible, otherwise transformers' own.
 
-    Raises CheckpointError if neither kind of cache does. The model then mixes tokens in ways that no cache stores.
+    Raises CheckpointError if neither reproduces them, because the model mixes tokens in a way that no cache stores.
     """
     if isinstance(model, TransformersEncoder):
-        return model  # uses no cache
+        return model  # needs no cache
     if not isinstance(model, TransformersDecoder):
         raise TypeError(f"{type(model).__name__} is not computed by transformers.")
     try:
@@ -61,9 +61,10 @@ def verified(model: Decoder, facts: ModelFacts, device: torch.device, context_le
 def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device: torch.device) -> None:
     """Compare the model's logits of two short texts with transformers' logits of each text.
 
-    One step computes the beginning of the first text and the whole second text; another step computes the rest of the
-    first text. Raises CheckpointError if the logits differ or if the model's code fails. Over Penstock's cache, logits
-    differ if the model mixes tokens outside attention, does not take positions, or has undeclared attention options.
+    The first step computes the beginning of the first text and the whole second text; the second step computes the rest
+    of the first text. Raises CheckpointError if the logits differ or if the model's code fails. With Penstock's cache,
+    logits differ if the model mixes tokens outside attention, ignores the given positions, or has undeclared attention
+    options.
     """
     first, second = (
         torch.tensor([(start + 2 * index) % facts.vocab_size for index in range(count)], device=device)
@@ -78,7 +79,7 @@ def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device:
             with torch.inference_mode():
                 logits = _in_steps(model, first, second, facts, device)
                 expected = torch.cat([model.reference_logits(first), model.reference_logits(second)])
-        except Exception as error:  # foreign code may raise anything
+        except Exception as error:  # the model's own code may raise anything
             problems.append(f"{error}")
             continue
         difference = float((logits - expected).abs().mean() / expected.abs().mean())

@@ -1,6 +1,6 @@
-"""Two-batch overlap: a step is computed in two halves, so that one half communicates while the other one computes.
+"""Two-batch overlap: a step is computed in two halves. While one half communicates, the other one computes.
 
-The halves are the step's rows in order, so the second half may read pages that the first half has just written.
+The first half has the first rows of the step, so the second half may read pages that the first half has just written.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from runtime.worker.device import Device
 
 
 class TwoBatchForward:
-    """The forward pass of a model whose ranks share every layer. Computes a step in two halves if it can be split."""
+    """The forward pass of a model whose ranks share every layer. Computes a step in two halves if it can be divided."""
 
     def __init__(self, model: Decoder, mesh: Mesh, device: Device, threshold: float) -> None:
-        """A row may be divided if the smaller half would otherwise have less than `threshold` of the tokens."""
-        self.num_split = 0  # number of steps computed in two halves
+        """Create the forward pass of a model.
+
+        A row is divided if the step would otherwise have a half with less than the share `threshold` of the tokens.
+        """
+        self.num_split = 0  # number of steps that were computed in two halves
         self._model, self._mesh, self._device, self._threshold = model, mesh, device, threshold
         self._second = ThreadPoolExecutor(1, thread_name_prefix="penstock-second-half")
 
@@ -51,7 +54,8 @@ class TwoBatchForward:
             with torch.inference_mode(), self._device.forward():
                 return self._model(half)
         except BaseException:
-            self._mesh.abort()  # a failed step ends all ranks, so the other half must not wait for them
+            # Otherwise the other half would wait for ranks that do not run it; a failed step ends all ranks.
+            self._mesh.abort()
             raise
         finally:
             turns.leave(number)
@@ -60,8 +64,8 @@ class TwoBatchForward:
 def split_point(batch: ForwardBatch, threshold: float) -> int:
     """Return the number of tokens in the first half, or 0 if the step cannot be split.
 
-    The step is cut between two rows, if the smaller half then has at least `threshold` of all tokens. Otherwise it is
-    cut in the middle. Steps with inputs other than ids and pages are not split.
+    The step is cut between two rows if the smaller half then has at least the share `threshold` of all tokens,
+    otherwise in the middle. Steps with inputs other than token ids and pages are not split.
     """
     total = batch.num_tokens
     is_plain = batch.is_plain and not (batch.kinds or batch.adapted or batch.media_levels or batch.group_tokens)
@@ -91,7 +95,7 @@ def _part(whole: AttentionMetadata, first: int, end: int) -> AttentionMetadata:
     row_ends = [*accumulate(whole.counts_host)]
     row_starts = [end - count for end, count in zip(row_ends, whole.counts_host, strict=True)]
     rows = [row for row in range(len(row_ends)) if row_ends[row] > first and row_starts[row] < end]
-    before = [max(first - row_starts[row], 0) for row in rows]  # number of each row's tokens in the other half
+    before = [max(first - row_starts[row], 0) for row in rows]  # number of tokens of each row in the first half
     counts = [min(row_ends[row], end) - max(row_starts[row], first) for row in rows]
     part, device = slice(rows[0], rows[-1] + 1), whole.starts.device
     return replace(

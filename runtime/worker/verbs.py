@@ -1,4 +1,4 @@
-"""Verbs: functions that `Runner.call` runs by name, on every rank, between two steps."""
+"""Verbs: commands that `Runner.call` runs by name, on every rank, between two steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from runtime.worker.rank_state import RankState
 from runtime.worker.step_profiler import StepProfiler
 from runtime.worker.weight_verbs import WEIGHT_VERBS
 
-# Runs on the thread that enqueues steps, on every rank. May raise `InvalidRequest` or `CheckpointError` only before it
-# has changed anything. The answer may be a `concurrent.futures.Future`; steps continue until it is done.
+# A verb runs on the thread that enqueues steps. It may raise `InvalidRequest` or `CheckpointError` only before it has
+# changed anything. If the answer is a `concurrent.futures.Future`, steps continue until it is done.
 Verb = Callable[[RankState, Mapping[str, Any]], Any]
 
 
 def run_verb(rank: RankState, verb: str, payload: Mapping[str, Any]) -> Any:
-    """Run a verb. Return this rank's answer, which consists of JSON values.
+    """Run the verb of this name. Return the rank's answer, which consists of JSON values.
 
-    Raises `InvalidRequest` for an unknown verb.
+    Raises `InvalidRequest` if no verb has this name.
     """
     if verb not in VERBS:
         raise InvalidRequest(f"The verb {verb} is unknown.")
@@ -56,15 +56,15 @@ def stop_profile(rank: RankState, payload: Mapping[str, Any]) -> Future[Path] | 
 
 
 def load_adapter(rank: RankState, payload: Mapping[str, Any]) -> Future[bool]:
-    """Read an adapter into the host memory of this rank, on a thread. The result says whether it must be measured.
+    """Read an adapter into the host memory of this rank, on a thread.
 
-    Raises CheckpointError if the adapter does not fit.
+    The result says whether the adapter must be measured (DoRA). Raises CheckpointError if the adapter does not fit.
     """
     return _adapters(rank).load(payload["id"], payload["path"])
 
 
 def measure_adapter(rank: RankState, payload: Mapping[str, Any]) -> bool:
-    """Measure one more layer of a loaded adapter. Return whether any layer remains."""
+    """Measure one more layer of a loaded adapter (DoRA). Return whether layers remain to be measured."""
     with torch.inference_mode(), rank.device.forward():
         is_left = _adapters(rank).measure(payload["id"])
         rank.device.record().wait()
@@ -77,9 +77,9 @@ def drop_adapter(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def copy_pages(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Copy pages without a step.
+    """Copy pages between pools, outside a step.
 
-    "pools" lists the pools (source, target) of each copy. "from_0" and "to_0" are the pages of the first copy.
+    "pools" lists (source, target) of each copy. "from_0" and "to_0" are the pages of the first copy, and so on.
     """
     if rank.copier is None:
         raise InvalidRequest("This rank copies no pages.")

@@ -1,7 +1,7 @@
 """Compiles the kernels of a GPU at start, so that no request waits for a compilation.
 
-A Triton kernel is compiled once per variant, and the number of a step's tokens selects the variants of products and of
-mixtures of experts. These variants change only at powers of two.
+A Triton kernel has variants, which are compiled separately. The number of a step's tokens selects the variants of
+matrix products and MoE layers, which change only at powers of two.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MEDIA_TOKENS = 8  # tokens of the step with media vectors
 
 
 def compiles_at_first_use(kernels: Kernels) -> bool:
-    """Return whether some kernels are compiled when they are first launched."""
+    """Return whether some kernels are compiled at their first launch."""
     return "with_triton" in kernels.backends.values()
 
 
 def token_counts(largest: int) -> list[int]:
-    """Return the numbers of tokens that together use every variant for steps of up to `largest` tokens."""
+    """Return numbers of tokens, up to `largest`, whose steps together use every variant."""
     return [*(1 << power for power in range((largest - 1).bit_length())), largest]
 
 
@@ -54,11 +54,11 @@ def warm_up(
     context_length: int,
     is_embedding: bool = False,
 ) -> None:
-    """Run the rank's layers for steps of up to `max_tokens` tokens. Writes only to scratch pages and scratch states.
+    """Run the rank's layers for steps of up to `max_tokens` tokens, so that all kernels are compiled.
 
-    Logits are computed for up to `max_sampled` positions, and at least for as many as scores of prompts are. Ranks that
-    share layers must call this function at the same time. Raises `ConfigurationError` if a step does not fit into
-    memory.
+    Only scratch pages and scratch states are written. Logits are computed for up to `max_sampled` positions, or for a
+    chunk of prompt log-probabilities if this is more. Ranks that share layers must call this function at the same time.
+    Raises `ConfigurationError` if a step does not fit into memory.
     """
     began, reads, staging = time.perf_counter(), batch_reads(model), Staging(device)
     steps = [_rows(count, context_length) for count in token_counts(max_tokens)]
@@ -84,12 +84,12 @@ def warm_up(
 
 
 def _rows(num_tokens: int, context_length: int) -> list[int]:
-    """Return the counts of the rows of a step with this number of tokens."""
+    """Return the number of tokens of each row, for a step of `num_tokens` tokens."""
     return [min(context_length, num_tokens - first) for first in range(0, num_tokens, context_length)]
 
 
 def _batch(counts: Sequence[int], pool: KVPool, reads: BatchReads) -> Batch:
-    """Return a batch of rows with these token counts, whose caches are all scratch."""
+    """Return a batch of rows with these token counts, which use only scratch pages and states."""
     batch = profile_batch(list(counts), pool.page_size, len(counts), pool.kinds)
     width = batch.page_table.shape[1]
 
@@ -108,7 +108,7 @@ def _batch(counts: Sequence[int], pool: KVPool, reads: BatchReads) -> Batch:
 
 
 def _with_media(step: ForwardBatch, reads: BatchReads) -> ForwardBatch:
-    """Return the step with vectors in place of some ids, and with positions on three axes, if the model reads them."""
+    """Return the step with media vectors for some ids and with positions on three axes, if the model reads them."""
     like = step.token_ids
     if reads.position_axes:
         step = replace(step, position_axes=step.positions.repeat(3, 1))
@@ -119,7 +119,7 @@ def _with_media(step: ForwardBatch, reads: BatchReads) -> ForwardBatch:
 
 
 def _with_states(step: ForwardBatch, reads: BatchReads, rank_info: RankInfo) -> ForwardBatch:
-    """Return the step with the hidden states that a draft head reads, and the token counts of attention groups."""
+    """Return the step with the states that a draft head reads and the token counts of attention groups."""
     if reads.state_size:
         shape = len(step.token_ids), reads.state_size
         step = replace(step, states=torch.zeros(shape, dtype=reads.state_dtype, device=step.token_ids.device))
@@ -129,7 +129,7 @@ def _with_states(step: ForwardBatch, reads: BatchReads, rank_info: RankInfo) -> 
 
 
 def _run(model: Decoder, step: ForwardBatch, rank_info: RankInfo, max_sampled: int) -> None:
-    """Run this stage's layers, and the logits of the first positions."""
+    """Run the layers of this pipeline stage, and compute the logits of the first `max_sampled` positions."""
     if rank_info.pp_size == 1:
         hidden = model(step)
     else:

@@ -22,16 +22,16 @@ from runtime.loading.memory_tensors import dtype_of, num_bytes, unflatten
 
 logger = logging.getLogger("penstock.core")
 NOTHING = torch.empty(0, dtype=torch.uint8)
-SLACK = 2  # maximum announced bytes, as a multiple of the model's bytes in float32
-PACKED_BYTES = 2**30  # vLLM's packed transfer begins a new buffer after this number of bytes
-PART_BYTES = 32 * 2**20  # tensors that are broadcast one by one are received in parts of about this size
-NUM_BLOCKS = 2  # a part is received in one block while the previous part is prepared from another block
-KEPT_BYTES = 512 * 2**20  # maximum size of a block that a group keeps for later parts
-BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # backend -> type of the device on which it moves tensors
+SLACK = 2  # announced tensors may have at most this many times the bytes of the model in float32
+PACKED_BYTES = 2**30  # vLLM's packed transfer starts a new buffer after this number of bytes
+PART_BYTES = 32 * 2**20  # tensors that are broadcast one by one are grouped into parts of about this size
+NUM_BLOCKS = 2  # one block receives a part while the previous part is prepared from the other block
+KEPT_BYTES = 512 * 2**20  # a group keeps blocks up to this size for later parts
+BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # backend -> type of the device whose tensors it moves
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that a transfer announces."""
+    """A tensor that the sender of a transfer announces."""
 
     name: str
     dtype: torch.dtype
@@ -43,30 +43,30 @@ class TensorSpec(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A part of a transfer."""
+    """A part of a transfer that has been received."""
 
     tensors: dict[str, Tensor]
-    lent: bool  # whether the part after the next one overwrites the tensors' memory
-    later: Set[str]  # names of the tensors of later parts
+    lent: bool  # whether the memory of the tensors is overwritten by the part after the next one
+    later: Set[str]  # names of the tensors in later parts
 
 
 class TransferGroup:
-    """A process group of this rank with a trainer. It is compatible with the frameworks' `init_process_group`.
+    """A process group of this rank with a trainer, compatible with the `init_process_group` of training frameworks.
 
-    All methods block and must run on their own thread. They raise RuntimeError if a peer is gone or too slow.
+    All methods block, so they must run on a thread of their own. They raise RuntimeError if a peer is gone or too slow.
     """
 
     def __init__(self, info: Mapping[str, Any], rank: int, device: torch.device) -> None:
         """Connect to all members. `info` has address, port, world_size, name, backend and timeout_s."""
-        self.parts: deque[list[TensorSpec]] = deque()  # announced tensors that are not yet received
-        self._blocks = [NOTHING] * NUM_BLOCKS  # reused, because new memory costs page faults
-        self._num_received = 0  # parts of this transfer in blocks
+        self.parts: deque[list[TensorSpec]] = deque()  # parts of the announced tensors that have not been received
+        self._blocks = [NOTHING] * NUM_BLOCKS  # reused for all parts, because new memory costs page faults
+        self._num_received = 0  # number of parts of this transfer that were received into blocks
         self.device = device if info["backend"] == "nccl" else torch.device("cpu")
         timeout, name = timedelta(seconds=info["timeout_s"]), info["name"]
         store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             info["address"], info["port"], info["world_size"], rank == 0, timeout, multi_tenant=True
         )
-        # The prefixes that torch's `_new_process_group_helper` and the frameworks' wrapper around it use.
+        # The same prefixes as in torch's `_new_process_group_helper` and in the frameworks' wrappers.
         for prefix in (name, f"{name}/", f"{self.device.type}/"):
             store = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
         self._store = store
@@ -96,9 +96,9 @@ class TransferGroup:
             self.parts.append([])
 
     def receive(self, packing: str, source: int, *, lend: bool) -> Received:
-        """Receive the next part, broadcast by `source`: on the CPU with gloo, on the GPU with nccl.
+        """Receive the next part, which `source` broadcasts: into CPU memory with gloo, into GPU memory with nccl.
 
-        With `lend`, the tensors may be in memory that the part after the next one overwrites.
+        With `lend`, the part may be in memory that the part after the next one overwrites.
         """
         specs = self.parts.popleft()
         if packing != "none":
@@ -118,7 +118,7 @@ class TransferGroup:
         return {spec.name for part in self.parts for spec in part}
 
     def _memory(self, size: int, *, lend: bool) -> tuple[Tensor, bool]:
-        """Return uninitialised memory of `size` bytes on the group's device, uint8, and whether it is reused."""
+        """Return uninitialised memory on the group's device, uint8 [size], and whether it will be overwritten."""
         if self.device.type != "cpu":
             return torch.empty(size, dtype=torch.uint8, device=self.device), False
         if not lend or size > KEPT_BYTES:
@@ -131,7 +131,7 @@ class TransferGroup:
         return self._blocks[index][:size], True
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Receive `tensor` from the rank `source`. On that rank itself, send it to all other ranks."""
+        """Receive `tensor` from rank `source`. On that rank, send it to all others."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group.broadcast([tensor], options).wait()
@@ -149,7 +149,10 @@ class TransferGroup:
 
 
 def announced(payload: Mapping[str, Any], max_bytes: int) -> list[TensorSpec]:
-    """Return the tensors announced by a payload with names, dtypes and shapes. Raises InvalidRequest."""
+    """Return the tensors that a payload announces with names, dtypes and shapes.
+
+    Raises InvalidRequest if they are invalid.
+    """
     names, dtypes, shapes = payload["names"], payload["dtypes"], payload["shapes"]
     if not len(names) == len(dtypes) == len(shapes):
         raise InvalidRequest("names, dtypes and shapes must have equal lengths.", param="shapes")
@@ -170,7 +173,7 @@ def announced(payload: Mapping[str, Any], max_bytes: int) -> list[TensorSpec]:
 def on_thread(name: str, work: Callable[[], Mapping[str, Any] | None]) -> Future[dict[str, Any]]:
     """Run `work` on a daemon thread.
 
-    The future never fails: its result is {"error": None or the reason}, with the values that `work` returns.
+    The returned future never raises: its result is {"error": None or the reason}, plus the values that `work` returns.
     """
     done: Future[dict[str, Any]] = Future()
 
@@ -192,7 +195,7 @@ def on_thread(name: str, work: Callable[[], Mapping[str, Any] | None]) -> Future
 
 
 def _buckets(specs: Sequence[TensorSpec], packed_bytes: int) -> Iterator[list[TensorSpec]]:
-    """Group the tensors like vLLM's packed transfer: a bucket ends with the tensor that exceeds `packed_bytes`."""
+    """Group tensors as vLLM's packed transfer does: a bucket ends when it exceeds `packed_bytes`."""
     bucket: list[TensorSpec] = []
     size = 0
     for spec in specs:
@@ -206,7 +209,7 @@ def _buckets(specs: Sequence[TensorSpec], packed_bytes: int) -> Iterator[list[Te
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return this machine's address as seen from `host`. No packet is sent."""
+    """Return this machine's address as seen from `host`, without sending a packet."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -1,4 +1,4 @@
-"""Verbs (see `runtime.worker.verbs`) that replace, read, check and move a rank's weights, and release its memory."""
+"""Verbs (rank commands, see `runtime.worker.verbs`) that replace, read, check, send or release a rank's weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_GROUPS = 16
 
 
 def check_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a checkpoint's weights cannot replace the weights of this rank."""
+    """Raise `CheckpointError` if the weights of a checkpoint do not fit this rank's model."""
     rank.loaded.check(payload["path"], payload["load_format"])
 
 
@@ -42,12 +42,12 @@ def load_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accept_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Keep the weights of `load_weights`, because all ranks have loaded them."""
+    """Keep the weights of `load_weights`. Called when all ranks have loaded theirs."""
     rank.loaded.loaded()
 
 
 def restore_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Restore the weights from before `load_weights`. If this fails, the rank is unusable."""
+    """Go back to the weights before `load_weights`. If this fails, the rank is unusable."""
     with _on_device(rank):
         rank.loaded.restore()
 
@@ -56,9 +56,9 @@ def restore_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def open_transfer(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Join a process group with a trainer. Return {"error": ...}.
+    """Join a process group with a trainer. Return {"error": None or the reason}.
 
-    The rank in the group is `first_rank` plus this rank.
+    This rank's number in the group is `first_rank` plus its own rank.
     """
     name, kind = payload["name"], BACKENDS.get(payload["backend"])
     if kind is None:
@@ -78,7 +78,7 @@ def open_transfer(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[st
 
 
 def open_sending(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Open this rank's port, and wait for the same rank of a new server. Return {"error": ...}."""
+    """Open this rank's port, and wait for the same rank of a new server. Return {"error": None or the reason}."""
     name = payload["name"]
     if name in rank.groups:
         raise InvalidRequest(f"There is a group {name[:80]} already; destroy it first.", param="group_name")
@@ -93,7 +93,7 @@ def open_sending(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str
 
 
 def send_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Send this rank's weights over the group of `open_sending`, while steps continue. Then leave the group."""
+    """Send this rank's weights to the new server of `open_sending`, then leave the group. Steps continue meanwhile."""
     name = payload["name"]
     group = rank.groups.pop(name, None)
     if group is None:
@@ -119,10 +119,10 @@ def close_transfer(rank: RankState, payload: Mapping[str, Any]) -> bool:
 
 
 def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Receive a part of the tensors that a trainer sends, while steps continue. Return {"error", "left"}.
+    """Receive the next part of the tensors that a trainer sends, while steps continue. Return {"error", "left"}.
 
-    "left" is the number of further parts. `first` announces the tensors and begins a transfer. `discard` drops the
-    parts that are not staged. An error ends the group.
+    "left" is the number of parts that follow. `first` announces the tensors of a new transfer. `discard` drops received
+    parts that are not staged. After an error, the group is closed.
     """
     name = payload["name"]
     group = rank.groups.get(name)
@@ -148,7 +148,7 @@ def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[
 
 
 def stage_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare layers from tensors: "tensors" of this process, a safetensors "file", or the oldest received part.
+    """Stage tensors: "tensors" of this process, the tensors of a safetensors "file", or the oldest received part.
 
     Returns {"error", "unknown", "waiting"}. After an error, `drop_weights` must be called.
     """
@@ -158,26 +158,26 @@ def stage_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]
             result = rank.loaded.staged.stage(
                 part.tensors, merge=payload["merge"], final=payload["final"], lent=part.lent, later=part.later
             )
-    except Exception as error:  # memory and kernels raise errors of many types
+    except Exception as error:  # allocations and kernels raise errors of many types
         logger.warning("The tensors of an update were not prepared.", exc_info=error)
         return {"error": reason(error), "unknown": [], "waiting": []}
     return {"error": None, "unknown": result.unknown, "waiting": result.waiting}
 
 
 def missing_weights(rank: RankState, payload: Mapping[str, Any]) -> list[str]:
-    """Return the names of this rank's tensors that are not staged."""
+    """Return the names of this rank's tensors that have not been staged."""
     return rank.loaded.staged.missing()
 
 
 def commit_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the staged layers in place, while no step is in flight. Return {"restored"} like `resume_memory`."""
+    """Replace the weights by the staged ones. No step may be in flight. Return {"restored"} like `resume_memory`."""
     with _on_device(rank):
         rank.loaded.commit(keep_memory=bool(rank.groups))
     return {"restored": not rank.loaded.unset}
 
 
 def drop_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Drop the staged layers and received tensors."""
+    """Drop all staged layers and received tensors."""
     rank.received.clear()
     rank.loaded.staged.drop()
 
@@ -186,13 +186,13 @@ def drop_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def read_weight(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return this rank's part of a tensor (see `StagedWeights.read`)."""
+    """Return this rank's shard of a tensor (see `StagedWeights.read`)."""
     with _on_device(rank):
         return rank.loaded.staged.read(payload["name"], payload["num_rows"])
 
 
 def check_sums(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Run an action of the weights checker: snapshot, reset_tensors, compare or checksum."""
+    """Run an action of the weight checker: snapshot, reset_tensors, compare or checksum."""
     weights, action = rank.loaded, payload["action"]
     with _on_device(rank):
         if action == "snapshot":
@@ -211,7 +211,7 @@ def check_sums(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def release_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Release the memory of "weights" (`keep` keeps them in files) and of "kv_cache". Return {"bytes"}."""
+    """Release the memory of "weights" (written to files with `keep`) and of "kv_cache". Return {"bytes"}."""
     released = 0
     with _on_device(rank):
         if "weights" in payload["tags"]:
@@ -226,7 +226,7 @@ def release_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any
 
 
 def resume_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Allocate released memory again. Return {"restored": whether the weights are the ones from before}."""
+    """Allocate released memory again. Return {"restored": whether the weights are the same as before}."""
     restored = True
     with _on_device(rank):
         if "weights" in payload["tags"]:

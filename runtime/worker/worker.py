@@ -1,4 +1,7 @@
-"""The model worker: one rank from setup to steps, in the engine's process (rank 0) or in a worker process."""
+"""The model worker: one rank, in the engine's process (rank 0) or in a process of its own.
+
+Loads models and makes executors.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,9 @@ from runtime.worker.warm_up import compiles_at_first_use, warm_up
 
 logger = logging.getLogger("penstock.core")
 
-TARGET = "target"  # name of the served model, which other models assist
+TARGET = "target"  # name of the served model, as opposed to models that assist it
 DRAFT = "draft"  # name of the model that proposes tokens
-MEASURED_PAGES = 64  # number of pages whose copy from the host is measured
+MEASURED_PAGES = 64  # number of pages that are copied to measure the speed of copies from the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,10 @@ class ModelSetup:
     """A model that a worker loads."""
 
     facts: ModelFacts
-    plan: ModelPlan  # in a `WorkerSetup`, with the rank's device
-    takes_media: bool = False  # whether vectors may replace token embeddings
-    whole: bool = False  # whether only rank 0 has the model, with all its layers
+    plan: ModelPlan  # in a `WorkerSetup`, `plan.device` is the rank's device
+    takes_media: bool = False  # whether media vectors may replace token embeddings
+    # Whether the model is not sharded: rank 0 has all its layers, and other ranks do not have the model.
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +93,15 @@ class WorkerSetup:
     """The models and settings that a rank loads. Sent to other processes as JSON."""
 
     rank_info: RankInfo
-    models: Mapping[str, ModelSetup]  # by name; `TARGET` is the served model. Ranks other than 0 have no `whole` models
+    # By name; `TARGET` is the served model. Ranks other than 0 do not have the `whole` models.
+    models: Mapping[str, ModelSetup]
     kernels: KernelPlan
     graphs: GraphPlan  # the steps that every rank captures as graphs
     lora: LoraPlan = field(default_factory=LoraPlan)
     experts: ExpertPlan = field(default_factory=ExpertPlan)
-    # Initial expert of each slot, by layer number as text. Layers without an entry start in order.
+    # Initial expert of each slot, by layer number as text. In layers without an entry, experts are in order.
     expert_places: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    step_tokens: int = 0  # maximum number of tokens in most steps
+    step_tokens: int = 0  # number of tokens that most steps do not exceed
     two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
     all_states: bool = False  # see `StepExecutor`
     symmetric_memory: bool = False  # see `Mesh`
@@ -105,7 +110,7 @@ class WorkerSetup:
 
     @property
     def device(self) -> str:
-        """The rank's device, which all models share."""
+        """The rank's device, which all its models share."""
         return self.models[TARGET].plan.device
 
     @classmethod
@@ -117,7 +122,7 @@ class WorkerSetup:
         first_device: int,
         expert_places: Mapping[str, Sequence[int]] | None = None,
     ) -> Self:
-        """Return the setup of a rank of a replica. The replica's devices begin at index `first_device`."""
+        """Return the setup of a rank of a replica, whose device indices begin at `first_device`."""
         parallel = plan.parallel
         device = plan.model.device
         if device != "cpu":
@@ -146,7 +151,7 @@ class WorkerSetup:
 
     @classmethod
     def decode(cls, body: Mapping[str, Any], path: str | None) -> Self:
-        """Decode JSON. `path` is this machine's path of the target's checkpoint, if it differs from the sender's."""
+        """Decode the setup from JSON. `path` is the path of the target's checkpoint on this machine, if it differs."""
 
         def model(name: str, facts: dict[str, Any], plan: dict[str, Any], **flags: bool) -> ModelSetup:
             here = {"path": path} if path is not None and name == TARGET else {}
@@ -173,48 +178,49 @@ class WorkerSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSetup:
-    """Sizes of the KV pools and of the per-sequence state. Sent to other processes as JSON.
+    """Sizes of the KV pools and of tables by sequence index. Sent to other processes as JSON.
 
-    The pools of all models have the same number of pages, so one page table serves all of them.
+    The pools of all models have the same number of pages, so all models can use the same page table.
     """
 
     num_pages: int
     page_size: int
     kv_dtype: str
     num_sequences: int
-    kinds: Mapping[str, int] = field(default_factory=dict)  # number of units of each other cache kind
+    # Name -> number of units, for all cache kinds other than pages.
+    kinds: Mapping[str, int] = field(default_factory=dict)
     num_host_pages: int = 0  # number of pages in host memory
-    host_blocks: bool = False  # whether each host page is one block of memory over all layers
-    direct_copies: bool = False  # whether a GPU copies pages with library calls in place of a kernel
+    host_blocks: bool = False  # whether each host page is one contiguous block over all layers
+    direct_copies: bool = False  # whether a GPU copies pages with library calls instead of a kernel
 
 
 @dataclass(slots=True)
 class _LoadedModel:
-    """A loaded model that no executor owns yet."""
+    """A loaded model that no executor has yet."""
 
     setup: ModelSetup
     source: WeightSource
     decoder: Decoder
     ring: LayerRing | None = None  # None: all layers stay on the device
-    pool: KVPool | None = None  # set by `join`
+    pool: KVPool | None = None  # allocated by `join`
 
 
 class ModelWorker:
     """One rank: loads its shards of all models, allocates their KV pools in `join`, and creates step executors.
 
-    Models are identified by name.
+    Methods refer to a model by its name.
     """
 
     def __init__(self, setup: WorkerSetup, lifeline: Lifeline | None = None) -> None:
         """Load the weights, which takes seconds to minutes. Raises the errors of `load_model`.
 
-        Cutting `lifeline` ends a compilation of kernels with `BuildStopped`.
+        If `lifeline` is cut while kernels are compiled, the compilation ends with `BuildStopped`.
         """
         self.device = torch.device(setup.device)
         self.mesh = Mesh(setup.rank_info, self.device, symmetric=setup.symmetric_memory)
-        self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # mesh of whole models
+        self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # a mesh of one rank, for whole models
         self._whole = frozenset(name for name, model in setup.models.items() if model.whole)
-        # Whether torch computes the steps until `lead_in_cpp` has compiled the C++ kernels.
+        # Whether PyTorch computes the steps until `lead_in_cpp` has compiled the C++ kernels.
         self.compiles_later = setup.kernels.in_background and must_compile(
             setup.kernels.settings["with_cpp"].get("compiler")
         )
@@ -243,7 +249,7 @@ class ModelWorker:
             self.weight_bytes["draft vocabulary"] = sum(each.nbytes for each in self._vocabulary.parameters())
         if self._adapters is not None:
             self.weight_bytes["adapters"] = self._adapters.nbytes
-        # Specs of the layers of whole models, not sharded. Keys are (model name, layer index).
+        # Specs of the layers of the whole model, not sharded. Keys are (model name, layer index).
         self.cache_specs: Specs = {
             (name, index): spec
             for name, model in self._models.items()
@@ -251,7 +257,7 @@ class ModelWorker:
         }
         self._num_layers = {name: model.facts.num_layers for name, model in setup.models.items()}
         self._cache: CacheSetup | None = None
-        # This rank's part of common steps, if there are attention groups. Set by `lead` on rank 0 and by `follow` on
+        # This rank's part of common steps, if there are attention groups. `lead` sets it on rank 0, and `follow` on
         # other ranks.
         self.common_leader: CommonStepLeader | None = None
         self.common_step: CommonStep | None = None
@@ -263,7 +269,7 @@ class ModelWorker:
         return f"{self.kernels.description}; {backends}"
 
     def local_specs(self, rank_info: RankInfo) -> Specs:
-        """Return the rank's shard of `cache_specs`."""
+        """Return the cache specs of this rank's layers, sharded."""
         return {
             (name, index): spec
             for name, num_layers in self._num_layers.items()
@@ -272,11 +278,14 @@ class ModelWorker:
         }
 
     def _info_of(self, name: str, rank_info: RankInfo) -> RankInfo:
-        """Return the rank's coordinates for this model. For a whole model, they are those of a single rank."""
+        """Return the rank's coordinates for this model.
+
+        A model that is not sharded has the coordinates of a single rank.
+        """
         return self._alone.rank_info if name in self._whole else rank_info
 
     def memory(self) -> dict[str, int]:
-        """Return the available, total and weight bytes, which determine the size of the KV pools."""
+        """Return the available, total and weight bytes of this rank, from which the KV pools are sized."""
         if self.device.type == "cuda":
             available, total = torch.cuda.mem_get_info(self.device)
         else:
@@ -287,12 +296,12 @@ class ModelWorker:
     def profile_memory(self, plan: Plan) -> StepMemory:
         """Measure the memory of the largest steps by running them. Blocks for seconds. Only for a single rank.
 
-        Models run one step at a time, so the result has the activation memory of the largest step, and the memory of
-        all graphs. Raises `ConfigurationError` if a step does not fit into memory.
+        The result has the activation memory of the largest step of any model, because only one step runs at a time, and
+        the memory of the graphs of all models. Raises `ConfigurationError` if a step does not fit into memory.
         """
         device = open_device(self.device)
-        # One unit for each kind without pages (such as recurrent states). Kinds with their own pages (windows) are left
-        # out: their layers then use the pool's pages, of which the profile run needs only one.
+        # One unit for each kind without pages (such as recurrent states). Kinds with their own pages (sliding windows)
+        # are left out, so their layers use the pool's pages, of which the profile run needs only one.
         kinds = {
             name: 1
             for name in by_kind(self.cache_specs, plan)
@@ -319,7 +328,7 @@ class ModelWorker:
             )
             profiles.append(profile_memory(executor, plan, kinds))
             del executor
-            device.release_unused()  # otherwise the driver would count this memory as used
+            device.release_unused()  # otherwise this memory would count as used
         return StepMemory(
             activation_bytes=max(steps.activation_bytes for steps in profiles),
             graph_bytes=sum(steps.graph_bytes for steps in profiles),
@@ -336,9 +345,9 @@ class ModelWorker:
     ) -> int:
         """Join the process group of several ranks, and allocate the KV pools. Return the size of the pools in bytes.
 
-        Blocks until all ranks have joined. `address` is this machine's address, if this machine is not the rendezvous
-        host. `listening` is rank 0's listening socket. Raises RuntimeError if ranks are missing, and
-        torch.OutOfMemoryError (on a GPU) or OSError if the pools do not fit.
+        Blocks until all ranks have joined. `address` is this machine's address, unless the machine is the rendezvous
+        host. `listening` is the file descriptor of rank 0's listening socket. Raises RuntimeError if ranks are missing,
+        and torch.OutOfMemoryError (on a GPU) or OSError if the pools do not fit.
         """
         if rendezvous is not None:
             self.mesh.join(rendezvous, address=address, listening=listening)
@@ -351,9 +360,9 @@ class ModelWorker:
     def lead(self, plan: Plan, name: str) -> StepExecutor:
         """Return rank 0's executor of a model, with CUDA graphs, a compiled forward pass or the CPU graph.
 
-        The executor then owns the model and its pool. One thread runs the steps of all models. Compilation may take
-        minutes, and so may captures with several ranks. Meanwhile all other ranks must be in `follow`. Raises
-        `EngineFailure` if a rank cannot capture.
+        The executor then owns the model and its pool. One thread must run the steps of all models. Compilation may take
+        minutes, as may the capture of graphs with several ranks. All other ranks must call `follow` at the same time.
+        Raises `EngineFailure` if a rank cannot capture.
         """
         loaded, pool, cache = self._hand_over(name)
         model = loaded.decoder
@@ -404,8 +413,8 @@ class ModelWorker:
     def lead_in_cpp(self, plan: Plan, pool: KVPool, lifeline: Lifeline) -> tuple[StepExecutor, str]:
         """Compile the C++ kernels and load the served model again. Return its executor, and the kernels' description.
 
-        Only for workers with `compiles_later`. `pool` is the KV pool of the executor that `lead` returned, whose steps
-        may run meanwhile. Raises `BuildError`, or `BuildStopped` after `lifeline` is cut.
+        Only for workers with `compiles_later`. `pool` is the KV pool of the executor that `lead` returned. This
+        executor may run steps meanwhile. Raises `BuildError`, or `BuildStopped` after `lifeline` is cut.
         """
         cpp = {**plan.kernels.settings["with_cpp"], "lifeline": lifeline}
         self.kernels = select(plan.kernels.choices, {**plan.kernels.settings, "with_cpp": cpp})
@@ -450,7 +459,7 @@ class ModelWorker:
         self._models.clear()
 
     def _share_experts(self, setup: WorkerSetup) -> ExpertSharing | None:
-        """Return how ranks share the experts of the served model, or None if they neither share nor record them."""
+        """Return how ranks share the served model's experts, or None if these are neither shared nor recorded."""
         plan, info = setup.experts, setup.rank_info
         if plan.ep_size == 1 and not plan.records and plan.dispatch != "fake":
             return None
@@ -485,7 +494,7 @@ class ModelWorker:
         if plan.load_format == "remote_instance":
             load_from_instance(decoder, plan, info)
         if plan.by_transformers:
-            from runtime.worker.transformers_check import verified  # imports transformers' models
+            from runtime.worker.transformers_check import verified  # here, because it imports transformers' models
 
             decoder = verified(decoder, facts, self.device, plan.context_length)
         if setup.takes_media:
@@ -494,7 +503,7 @@ class ModelWorker:
         return _LoadedModel(setup, source, decoder, ring)
 
     def _load_vocabulary(self, setup: WorkerSetup) -> Decoder | None:
-        """Return the whole embedding and LM head of the served model, for a draft head on rank 0.
+        """Return a decoder with the whole embedding and LM head of the served model, for a draft head on rank 0.
 
         Returns None if there is no draft head, or if the served model on rank 0 already has the whole embedding.
         """
@@ -520,7 +529,10 @@ class ModelWorker:
         )
 
     def _hand_over(self, name: str) -> tuple[_LoadedModel, KVPool, CacheSetup]:
-        """Return a model and its pool, and drop the references here. The caller then controls their memory."""
+        """Return a model, its pool and the cache sizes, and drop this worker's references to them.
+
+        The caller then decides when their memory is freed.
+        """
         if name not in self._models:
             raise RuntimeError(f"The {name} of this rank was handed over already, or never loaded.")
         model, cache = self._models[name], self._cache
@@ -534,7 +546,7 @@ class ModelWorker:
     ) -> LoadedWeights | None:
         """Return the object that replaces the model's weights, or None if some of them are in host memory.
 
-        `fixed` says whether graphs have the weights' addresses.
+        `fixed` says whether the weights must keep their addresses, because graphs contain them.
         """
         if loaded.ring is not None:
             return None
@@ -567,9 +579,9 @@ class ModelWorker:
         return native_kv.copy_pages if cache.direct_copies else self.kernels.copy_pages
 
     def restore_s(self) -> float | None:
-        """Measure the time to copy one page of all layers from the host to the device, in seconds.
+        """Measure the time in seconds to copy one page of all layers from the host to the device.
 
-        Must be called after `join`. Returns None without host pages.
+        Must be called after `join`. Returns None if there are no host pages.
         """
         pools = [model.pool for model in self._models.values() if model.pool is not None]
         cache = self._cache
@@ -581,7 +593,7 @@ class ModelWorker:
         pages = np.arange(count, dtype=np.int32)
         copies = [PageCopy("host", "device", pages, pages)]
         best = math.inf
-        for _ in range(2):  # the system commits the memory at the first copy
+        for _ in range(2):  # twice, because the system allocates the memory at the first copy
             began = time.monotonic()
             with device.forward():
                 copier.enqueue(copies)
@@ -610,7 +622,7 @@ class ModelWorker:
     def _make_cpu_graph(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan
     ) -> CpuGraph | None:
-        """Capture the CPU graph. Return None if a kernel cannot be captured."""
+        """Capture the CPU graph of a model. Return None if a kernel cannot be captured."""
         if self.kernels.launcher is None or (plan.parallel.ranks > 1 and not setup.whole):
             return None
         max_drafts = self._max_step_drafts(cache)
@@ -667,9 +679,9 @@ class ModelWorker:
         return DraftModel(decoder, pool, device, sampler, num_sequences, graph, plan.scheduler.draft_topk)
 
     def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, plan: Plan) -> None:
-        """Let a draft head use the embedding and LM head of `vocabulary`.
+        """Make a draft head use the embedding and LM head of `vocabulary`.
 
-        With a token map, the LM head has only the rows of its tokens.
+        With a token map, its LM head has only the rows of the map's tokens.
         """
         head.share(vocabulary)
         if plan.draft.token_map is not None:
@@ -679,7 +691,7 @@ class ModelWorker:
             head.propose_only(ids.to(self.device), small)
 
     def _warms_up(self, device: Device) -> bool:
-        """Return whether kernels are compiled before the first request."""
+        """Return whether all kernels are compiled before the first request."""
         return not device.is_host and compiles_at_first_use(self.kernels)
 
     def _make_forward(
@@ -695,11 +707,11 @@ class ModelWorker:
     ) -> Forward:
         """Return the forward pass of the model, with CUDA graphs if they can be captured.
 
-        Graphs sample tokens if `chooses` is true. With `keeps_states`, they keep the states that a draft head reads,
-        and a draft head's own states.
+        Graphs sample tokens if `chooses` is true. With `keeps_states`, they keep the states that a draft head reads
+        (or, if the model is a draft head, its own states).
 
-        With several ranks, all graphs are captured here. A capture contains collectives, so all ranks must capture the
-        same sizes in the same order, without steps in between.
+        With several ranks, all graphs are captured during this call. Their captures contain collectives, so all ranks
+        must capture the same sizes in the same order, without steps in between.
         """
         graphs, info = self._graphs, self.mesh.rank_info
         forward: Forward = model
@@ -736,7 +748,7 @@ class ModelWorker:
             max_pages=min(pool.num_pages, -(-setup.plan.context_length // pool.page_size)),
             reads=reads,
             prompts=prompts,
-            # With several ranks, only rank 0 has the sampler, so graphs end at hidden states.
+            # With several ranks, graphs end at the hidden states, because only rank 0 samples.
             choice=Choice(
                 model.logits,
                 self.kernels.choose,
@@ -757,7 +769,7 @@ class ModelWorker:
                 while captured.capture_next():
                     if bar is not None:
                         bar.update()
-        except Exception as error:  # any error of a driver or kernel
+        except Exception as error:  # drivers and kernels raise many types of errors
             raise EngineFailure(
                 f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with --disable-cuda-graph."
             ) from error
@@ -779,14 +791,14 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
 
 
 def _states_of(model: Decoder) -> Callable[[Tensor], Tensor]:
-    """Return a function of hidden states that returns the states for a draft head, or a draft head's own states."""
+    """Return the function that maps hidden states to the states for a draft head (or to a draft head's own states)."""
     if isinstance(model, DraftHead):
         return lambda hidden: model.states
     return lambda hidden: states_for_draft_head(hidden, model.tapped, len(hidden))
 
 
 def _relaxed(plan: Plan) -> RelaxedAcceptance | None:
-    """Return how draft tokens of sampled rows are accepted, or None if only the model's draws count."""
+    """Return the thresholds for accepting draft tokens of sampled rows, or None if only sampled tokens are accepted."""
     thresholds = RelaxedAcceptance(plan.draft.accept_single, plan.draft.accept_divisor)
     return thresholds if min(thresholds) < 1 else None
 
@@ -799,7 +811,7 @@ def _dump(plan: Plan, model: Decoder) -> TensorDump | None:
 def _select(plan: KernelPlan, lifeline: Lifeline | None, *, fall_back: bool) -> tuple[Kernels, bool]:
     """Return the chosen kernels, or the fallback if `fall_back` is set or the C++ kernels cannot be compiled.
 
-    The second value is true if the C++ kernels cannot be compiled.
+    The second value says whether the C++ kernels cannot be compiled.
     """
     if fall_back:
         return select(plan.fallback, plan.settings), False
