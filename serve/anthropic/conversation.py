@@ -59,7 +59,7 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
 
 
 def _service(body: CountBody) -> Service:
-    """Return the `Service` of a body. If any part of the body has `cache_control`, the KV cache pins the prompt.
+    """Return the `Service` of a body. It pins the prompt in the cache if any part of the body has `cache_control`.
 
     All turns of a conversation have the same pin name, so that the pin of a longer prompt replaces the earlier pin.
     """

@@ -146,7 +146,7 @@ class Access:
         return client
 
     def _is_local(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether the request comes straight from this machine, as far as its headers show."""
+        """Whether the `Host` header names this machine and no header comes from a proxy that forwarded the request."""
         host = _host_name(headers)
         return (host == self._host or _is_literal_loopback(host)) and not any(map(_is_forwarding, headers))
 

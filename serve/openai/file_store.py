@@ -171,7 +171,7 @@ class FileStore:
         self.discard(file_id)
 
     def discard(self, file_id: str) -> None:
-        """Delete the content of a file without a description."""
+        """Delete the content of a file. Its description must already be deleted, or was never written."""
         self.path(file_id).unlink(missing_ok=True)
         self._owners.pop(file_id, None)
 

@@ -641,9 +641,9 @@ class Engine:
     async def release_memory_occupation(self, tags: Sequence[str] | None = None, *, keep: bool = True) -> None:
         """Give memory back to the system: `tags` may contain "weights" and "kv_cache"; None means both.
 
-        Requests wait until `resume_memory_occupation` has allocated the memory again. Weights that
-        cannot be read from the checkpoint's files again, such as a trainer's, are written to a temporary file. If
-        `keep` is false, such weights are discarded, and the caller must load weights again.
+        Requests wait until `resume_memory_occupation` has allocated the memory again. Weights that cannot
+        be read from the checkpoint's files again, such as a trainer's, are written to a temporary file. If `keep` is
+        false, such weights are discarded, and the caller must load weights again.
         """
         await self.core.weights.release(tags_of(tags), keep=keep)
 

@@ -32,8 +32,8 @@ class SamplingParams(dict[str, Any]):
     (`max_tokens` means `max_new_tokens`). Parameters that are not set have the engine's defaults. `logprobs` and
     `prompt_logprobs`, as in vLLM, are the number of alternatives per token of the output and of the prompt. `AsyncLLM`
     reads `output_kind`, and custom logits processors can read `extra_args`. Parameters can also be set as attributes.
-    Raises
-    `InvalidRequest`, whose `param` is the name of the parameter.
+
+    Raises `InvalidRequest`, whose `param` is the parameter's name, for an unknown, repeated or unsupported parameter.
     """
 
     logprobs: int | None

@@ -96,8 +96,7 @@ class LLMEngine:
         """Wait for new outputs, and return the latest output of each request that has one.
 
         For requests with `output_kind` DELTA, return all new outputs. If there are no unfinished requests, return an
-        empty list. Raises the error of a request that failed, and `EngineClosed`
-        if the engine ends first.
+        empty list. Raises the error of a request that failed, and `EngineClosed` if the engine ends first.
         """
         if not self.has_unfinished_requests():
             return []

@@ -92,7 +92,7 @@ class OutputParser:
         return [event for event in events if not isinstance(event, Reasoning)]
 
     def feed_chunk(self, chunk: Chunk) -> list[ChatEvent]:
-        """Parse a chunk of an output stream, count its reasoning tokens, and return the new events like `feed`."""
+        """Parse a chunk of an output stream, count its reasoning tokens, and return the new events, as `feed` does."""
         final = chunk.finish is not None
         events = self.feed(chunk.text, final=final)
         if self._counter is not None:

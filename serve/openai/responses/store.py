@@ -24,7 +24,7 @@ class StoredResponse:
     owner: str  # name of the client's API key; empty without a key
     input_items: Sequence[Mapping[str, Any]]  # items of this request, without the earlier conversation
     messages: Sequence[Mapping[str, Any]]  # the whole conversation including the answer, but without instructions
-    num_bytes_before: int = 0  # size in bytes without the answer
+    num_bytes_before: int = 0  # estimated size in bytes of the request and the conversation before it
     task: asyncio.Task[None] | None = None  # the task that computes a background response; else None
     num_bytes: int = field(init=False, default=0)
 
