@@ -32,7 +32,7 @@ class PromptNotes:
         self._tier = tier
         self._scheduler = scheduler
         self._page_size = page_size
-        self._pending: dict[Sequence, list[bytes]] = {}
+        self._pending: dict[Sequence, tuple[bytes, frozenset[bytes]]] = {}  # last key and all keys of each prompt
         self._begun: list[bytes] = []
         self._ended: list[bytes] = []
 
@@ -41,17 +41,17 @@ class PromptNotes:
         for sequence in sequences:
             keys = prompt_keys(sequence, self._page_size)
             if keys and sequence not in self._pending:
-                self._pending[sequence] = list(keys)
+                self._pending[sequence] = keys[-1], frozenset(keys)
                 self._begun.append(keys[-1])
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """Return the keys of the prompts that began, and of those whose last page was saved, since the last call."""
         ended = [
             sequence
-            for sequence, keys in self._pending.items()
+            for sequence, (_, keys) in self._pending.items()
             if sequence not in self._scheduler and not self._tier.has_leaving(keys)
         ]
-        self._ended += [self._pending.pop(sequence)[-1] for sequence in ended]
+        self._ended += [self._pending.pop(sequence)[0] for sequence in ended]
         notes = self._begun, self._ended
         self._begun, self._ended = [], []
         return notes

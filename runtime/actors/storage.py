@@ -354,6 +354,7 @@ class Storage:
         """
         save = self._tier.take_save(SAVED_AT_ONCE) if self._slows_steps else self._tier.take_save()
         if save is None:
+            self._prompt_work.set()  # the host tier may have dropped pages that waited to be saved
             return None
         num_failed = len(save.entries)
         try:
@@ -390,6 +391,7 @@ class Storage:
     def _settle(self, new: dict[bytes, Entry], copied: asyncio.Future[list[Any]]) -> None:
         succeeded = not copied.cancelled() and copied.exception() is None
         self._tier.settle(new, succeeded=succeeded)
+        self._prompt_work.set()
         if succeeded:
             self._save_work.set()
 

@@ -15,7 +15,7 @@ a sequence, so a prefix is evicted from its end.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from typing import NamedTuple, Protocol
 
 from runtime.kv_cache.copy_queue import CopyQueue
@@ -187,7 +187,7 @@ class HostTier:
         """Number of tree pages that wait to be copied to the host."""
         return len(self._waiting)
 
-    def has_waiting(self, keys: list[bytes]) -> bool:
+    def has_waiting(self, keys: Set[bytes]) -> bool:
         """Return whether one of these pages waits to be copied to the host."""
         return not {self._tree[page].key for page in self._waiting}.isdisjoint(keys)
 

@@ -14,7 +14,7 @@ pages:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -206,7 +206,7 @@ class StorageTier:
 
     # --- called by the actor ---
 
-    def has_leaving(self, keys: list[bytes]) -> bool:
+    def has_leaving(self, keys: Set[bytes]) -> bool:
         """Return whether one of these pages will be saved to the store or is being saved."""
         steps = (entries for _, entries in self._copied)
         moving = (self._ready, self.saving, self._new, *self._pushed, *steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,13 +133,48 @@ async def test_saves_wait_for_steps_that_a_cpu_computes(monkeypatch: pytest.Monk
     task.cancel()
 
 
+async def test_a_prompt_ends_if_the_host_tier_drops_its_pages_before_they_are_saved() -> None:
+    """The prefill server is idle then, so no step looks for prompts that have ended."""
+    told: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+
+    def call(verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
+        told.put_nowait(payload)
+        answered = asyncio.get_running_loop().create_future()
+        answered.set_result([None])
+        return answered
+
+    class Scheduler:
+        num_running, has_copies = 0, False
+
+        def __contains__(self, sequence: object) -> bool:
+            return False
+
+    tier = _Saving(0)
+    tier.is_leaving = True
+    plan = SimpleNamespace(cache=SimpleNamespace(storage="prefill", page_size=16), model=SimpleNamespace(device="cpu"))
+    storage: Any = Storage(plan, "", "", tier, Scheduler(), SimpleNamespace(call=call))  # type: ignore[arg-type]
+    sequence = Sequence(Request(), 0, list(range(40)), max_tokens=1, stop_ids=frozenset(), seed=0)
+    tasks = [asyncio.ensure_future(work) for work in (storage._save(), storage._tell_prompts(storage._prompts))]
+    storage.note_arrival([sequence])
+    begun = await told.get()
+    assert len(begun["begun"]) == 1
+    assert begun["ended"] == []
+    storage._save_work.set()
+    assert (await asyncio.wait_for(told.get(), 30)) == {"begun": [], "ended": begun["begun"]}
+    for task in tasks:
+        task.cancel()
+
+
 class _Saving:
     """The pages of a storage tier that wait to be saved."""
 
     attached, is_distrusting = True, False
 
     def __init__(self, num_ready: int) -> None:
-        self.num_ready = num_ready
+        self.num_ready, self.is_leaving = num_ready, False
+
+    def has_leaving(self, keys: Set[bytes]) -> bool:
+        return self.is_leaving
 
     @property
     def has_work(self) -> bool:
@@ -149,7 +184,7 @@ class _Saving:
         return []
 
     def take_save(self, limit: int = 64) -> Any:
-        count = min(limit, self.num_ready)
+        count, self.is_leaving = min(limit, self.num_ready), False
         self.num_ready -= count
         return SimpleNamespace(entries={bytes([n]): SimpleNamespace(page=n) for n in range(count)}) if count else None
 
