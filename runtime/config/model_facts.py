@@ -71,7 +71,7 @@ class ModelFacts:
     def _number_of_text(self, names: tuple[str, ...]) -> int:
         """Return the first value under these names that is a positive integer, or 0 if there is none.
 
-        The configuration is searched first, then the configuration of its text model.
+        The top level of config.json is searched first, then its `text_config`.
         """
         parts = [self.config, self.config.get("text_config")]
         values = [part.get(name) for part in parts if isinstance(part, Mapping) for name in names]

@@ -65,7 +65,7 @@ class Options:
         return self._by_name[name]
 
     def by_keyword(self, keyword: str) -> Option:
-        """Return the option with this Python name. Raises `ConfigurationError` with similar names."""
+        """Return the option with this Python name. Raises `ConfigurationError`, which may suggest a similar name."""
         if keyword in self._by_keyword:
             return self._by_keyword[keyword]
         if instead := instead_of("--" + keyword.replace("_", "-")):

@@ -77,7 +77,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(directory: Path) -> SentenceFiles | None:
-    """Read the files. Returns None if the checkpoint has no modules.json.
+    """Read a checkpoint's sentence-transformers files. Returns None if the checkpoint has no modules.json.
 
     Raises CheckpointError if the files are invalid or not supported.
     """

@@ -224,7 +224,7 @@ class LoadedWeights:
         self._snapshot = checksums(self._model)
 
     def compare(self) -> list[str]:
-        """Return the names of the parameters that differ from the snapshot. Raises InvalidRequest if there is none."""
+        """Return the names of the parameters that differ from the snapshot. Raises InvalidRequest without one."""
         if self._snapshot is None:
             raise InvalidRequest("There is no snapshot of the weights. Send action snapshot first.", param="action")
         now = checksums(self._model)

@@ -1,1 +1,1 @@
-"""Images in requests: reading, decoding, processing, encoding and caching them."""
+"""Images, videos and audio in requests: reading, decoding, processing, encoding and caching them."""

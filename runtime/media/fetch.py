@@ -165,7 +165,7 @@ class Fetcher:
 
 
 def _is_allowed(host: str, domains: Sequence[str]) -> bool:
-    """Return whether a host is one of these domains, or a subdomain of one that begins with a dot or "*."."""
+    """Return whether a host is one of these domains, or a subdomain of a domain that begins with "." or "*."."""
     host = host.lower().rstrip(".")
     for domain in domains:
         suffix = domain.removeprefix("*")

@@ -188,9 +188,7 @@ class MediaPreparer:
     async def expand(self, text: str, sources: Sequence[MediaSource], client: str) -> str:
         """Return the text with each placeholder replaced by its image's text, for a caller that counts tokens.
 
-        The images are not encoded.
-
-        Raises `Overloaded` if too many images or calls wait.
+        The images are not encoded. Raises `Overloaded` if too many images or calls wait.
         """
         self.check(sources)
         num_bytes = sum(source.num_bytes for source in sources)

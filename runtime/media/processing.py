@@ -299,7 +299,7 @@ def _has_torchvision() -> bool:
 
 
 def _identity(processor: Any, kind: Kind) -> bytes:
-    """Return a text that differs between processors that compute differently."""
+    """Return a text that identifies what a processor computes. Processors with equal texts compute the same."""
     parts = [type(processor).__name__, str(getattr(processor, "image_seq_length", "")), kind]
     parts.append(_part_of(processor, kind).to_json_string())
     return "\n".join(parts).encode()

@@ -38,7 +38,7 @@ class Entry:
         return {**self.defaults, **read}
 
     def tensor_name(self, stored: str) -> str | None:
-        """Return the family's name for a checkpoint tensor, or None if the family does not need the tensor.
+        """Return the model's name for the checkpoint tensor `stored`, or None if the model does not use the tensor.
 
         `tensors` maps regular expressions to replacements. The first expression that matches the start of the name is
         used. The replacement None means that the tensor is not needed.

@@ -90,7 +90,8 @@ def latent(config: Config, build: Build, sparse: Callable[[Layer], nn.Module]) -
 def is_sparse(config: Config, index: int) -> bool:
     """Whether layer `index` has experts.
 
-    `mlp_layer_types` lists the layers. If it is missing, all layers from `first_k_dense_replace` on have experts.
+    `mlp_layer_types` lists the kind of each layer. If it is missing, all layers from `first_k_dense_replace` on have
+    experts.
     """
     kinds = config.values.get("mlp_layer_types")
     if kinds is None:

@@ -47,7 +47,7 @@ def mimo_nextn(config: Config, build: Build) -> Decoder:
 
 
 def windows(config: Config) -> list[int | None]:
-    """Return the window of each layer, or None.
+    """Return the window of each layer; None: full attention.
 
     If `layer_types` is missing, layers from `max_window_layers` on have a window.
     """

@@ -20,7 +20,7 @@ class EncodedPair(NamedTuple):
 
 
 class Backend(Protocol):
-    """The tokenizer library below a `Tokenizer`. Several threads may call its methods."""
+    """Interface to the library that a `Tokenizer` calls. Several threads may call its methods."""
 
     @property
     def vocab_size(self) -> int:

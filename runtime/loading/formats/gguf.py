@@ -104,7 +104,7 @@ class GgufFiles:
         }
 
     def read(self, name: str) -> Tensor:
-        """Return one memory-mapped tensor. The file is read when the tensor's values are."""
+        """Return one memory-mapped tensor. The file is read when the tensor's values are used."""
         tensor = self.header.tensors[name]
         content = self._files.setdefault(tensor.file, FileBytes(tensor.file)).read(tensor.begin, tensor.end)
         if tensor.begin % 4:

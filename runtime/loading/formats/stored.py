@@ -101,7 +101,7 @@ class QuantizedTensors:
         }
 
     def keep_grouped(self, kept: Mapping[str, GroupForm]) -> None:
-        """Give the weights in `kept` as codes, scales and shifts in these forms, and all other weights dequantised."""
+        """From now on, read the weights in `kept` as codes, scales and shifts, and all other weights dequantised."""
         self._kept = kept
         for name in self.forms:
             out_size, in_size = self._derived.tensors[name].shape

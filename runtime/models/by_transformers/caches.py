@@ -32,7 +32,7 @@ GROWING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)  # methods tha
 
 @dataclass(frozen=True, slots=True)
 class SequenceCacheSpec:
-    """Maximum size of a sequence's cache in bytes. One slot is added for each `tokens_per_slot` of the page pool."""
+    """Maximum size of a sequence's cache in bytes. There is one slot per `tokens_per_slot` tokens of the page pool."""
 
     num_bytes: int
     tokens_per_slot: int

@@ -30,9 +30,9 @@ from runtime.models.by_transformers.facts import model_sizes
 
 
 def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
-    """Fix RoPE scalings that depend on the text's length ("dynamic", "longrope") to those of the longest context.
+    """Make RoPE scalings that depend on the text's length ("dynamic", "longrope") always use the longest context.
 
-    Native families do the same (`runtime.layers.rope`). Without this, the rotation of a cached key would depend on the
+    Native families do the same (`runtime.layers.rope`). Otherwise, the rotation of a cached key would depend on the
     other rows of its batch.
     """
     for module in model.modules():
