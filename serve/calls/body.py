@@ -33,8 +33,7 @@ TENSOR_BYTES = 2**32  # limit for routes that accept weights
 MEDIA_BYTES = 64 * 2**20  # limit of a server that takes images
 BYTES_PER_TOKEN = 8  # bytes of body allowed per token of context, so that a text as long as the context is accepted
 INLINE_BYTES = 4096  # bodies larger than this are decoded in a thread; decoding this many bytes can take 3 ms
-TURN_BYTES = 65_536  # of the bodies larger than this, at most LARGE_THREADS are decoded at a time
-LARGE_THREADS = 4  # threads that decode large bodies; with more threads, the event loop waits longer for the GIL
+TURN_BYTES = 65_536  # bodies larger than this are decoded one at a time
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged
 
 _LARGE_WORK: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("penstock_large_work")
@@ -58,7 +57,7 @@ async def off_loop(work: Callable[[], T], *, small: bool, large: bool = False) -
     """Call `work`, in a thread unless it is `small`, and return its result.
 
     If small `work` raises `TakesLong`, `work` is called again in a thread. Therefore `work` must have no side effects.
-    At most `LARGE_THREADS` threads of an event loop do `large` work at a time.
+    `large` work runs on one thread at a time: it holds the GIL, so further threads would only delay the event loop.
     """
     if small:
         with suppress(TakesLong):
@@ -71,7 +70,7 @@ def _large_limiter() -> anyio.CapacityLimiter:
     try:
         return _LARGE_WORK.get()
     except LookupError:
-        limiter = anyio.CapacityLimiter(LARGE_THREADS)
+        limiter = anyio.CapacityLimiter(1)
         _LARGE_WORK.set(limiter)
         return limiter
 

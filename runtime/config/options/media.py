@@ -79,9 +79,14 @@ class MediaArgs:
         aliases=("--mm-processor-cache-gb",),
         low=0,
     )
-    mm_threads: int = option(
-        2, "Threads that decode and process images, videos and audio.", low=1, high=64, plan="media.num_threads",
-    )  # fmt: skip
+    mm_threads: int | None = option(
+        None,
+        "Threads that decode and process images, videos and audio. Default: 2, or 1 with fewer than four CPUs, where "
+        "a second thread would delay the event loop.",
+        low=1,
+        high=64,
+        plan="media.num_threads",
+    )
     mm_attention_backend: str | None = option(
         None,
         "Implementation of attention in image encoders. Default: sdpa, torch's own.",

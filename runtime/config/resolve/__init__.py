@@ -101,7 +101,7 @@ def decide(
         serve=serve_plan(builder, where, demo_path),
         lora=lora_plan(builder, kernels),
         draft=draft_plan(builder, demo_path),
-        media=media_plan(builder, facts, model),
+        media=media_plan(builder, machine, facts, model),
         experts=expert_plan(builder, facts, model),
     )
     return replace(plan, kernels=compiled_in_background(builder, machine, facts, plan)), builder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from ops.machine import Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import MediaPlan, ModelPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
@@ -14,7 +15,7 @@ GIB = 2**30
 KINDS = ("image", "video", "audio")
 
 
-def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> MediaPlan:
+def media_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, model: ModelPlan) -> MediaPlan:
     """Plan media in requests. Refuse --enable-multimodal if the model or the machine does not support it."""
     args = builder.args.media
     obstacle = _obstacle(facts, model)
@@ -29,6 +30,9 @@ def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Med
         refusal=Decision(refusal, reason),
         limits=Decision(_limits(builder), "as asked" if builder.args.changed("limit_mm_per_prompt") else "the default"),
         domains=Decision(tuple(each.lower() for each in args.allowed_media_domains or ()), "as asked"),
+        num_threads=builder.follow_or(
+            "mm_threads", 1 if machine.num_cpus < 4 else 2, f"the machine has {machine.num_cpus} CPUs"
+        ),
         cache_bytes=builder.follow("mm_cache_gib", int(args.mm_cache_gib * GIB)),
     )
 

@@ -118,6 +118,7 @@ VALUES: dict[str, list[Any]] = {
     "hicache_storage_backend_extra_config": [{"path": "pages"}],
     "lora_target_modules": [["q_proj"]],
     "max_loaded_loras": [9],
+    "mm_threads": [3],
     "moe_dense_tp_size": [1],
     "enable_multimodal": [False],
     "limit_mm_per_prompt": [{"image": 3}],
