@@ -22,24 +22,24 @@ class ModelFacts:
     """Facts from config.json and generation_config.json, read before the weights. Torch-free."""
 
     architecture: str
-    path: str  # the local directory
+    path: str  # local directory or GGUF file of the checkpoint
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     hidden_size: int
     vocab_size: int
-    context_length: int  # maximum tokens of prompt and output together, from config.json
+    context_length: int  # maximum number of tokens of prompt and output together, from config.json
     dtype: str  # dtype of the checkpoint: "bfloat16", "float16", "float32"
-    eos_ids: frozenset[int] = frozenset()  # from config.json and generation_config.json
+    eos_ids: frozenset[int] = frozenset()  # end-of-sequence ids from config.json and generation_config.json
     bos_id: int | None = None
     has_sinks: bool = False  # attention has learned sinks (scores without values)
     alibi: bool = False  # attention uses ALiBi (scores decrease with distance)
     # (size of a latent vector, size of a rotated key) of multi-head latent attention (MLA); None: another attention
     latent_dims: tuple[int, int] | None = None
     recurrent: bool = False  # some layers keep a recurrent state instead of keys and values
-    weight_bytes: int = 0  # bytes of the weights on disk
-    preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # values of generation_config.json
+    weight_bytes: int = 0  # size of the weights on disk in bytes
+    preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling defaults of generation_config.json
     # Quantisation format of the weights, a key of FORMATS (config/quantization.py); None: not quantised.
     quantization: str | None = None
     by_transformers: bool = False  # the model is computed by transformers' modules, not by runtime/models

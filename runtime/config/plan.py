@@ -49,7 +49,7 @@ class ModelPlan(Section):
     memory_saver: bool = False  # GPU memory can be released while the engine runs, so no graph may hold addresses in it
     state_dtype: str = "float32"  # dtype of recurrent states
     always_absorbed: bool = False  # use the absorbed form of latent attention (MLA) for prompts too
-    deterministic: bool = False  # results depend on the request alone; on a CPU it implies `always_absorbed`
+    deterministic: bool = False  # results depend on the request alone; on a CPU, this implies `always_absorbed`
     dependence: str | None = None  # reason why results may depend on other requests; None: they do not
     # Quantisation method that rounds the weights while they load; None: keep them.
     quantization: str | None = None
@@ -60,7 +60,7 @@ class ModelPlan(Section):
     offload_gib: int = 0
     offload_group: int = 0
     offload_in_group: int = 1
-    offload_ahead: int = 1  # number of these layers that are copied to the GPU ahead of the one in use
+    offload_ahead: int = 1  # number of such layers that are copied to the GPU ahead of the layer in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +74,14 @@ class CachePlan(Section):
     # share of the memory still free after loading that the KV cache alone may use.
     mem_fraction: float
     of_free_memory: bool = False
-    max_total_tokens: int | None  # maximum tokens of the KV cache; None: as many as memory allows
+    max_total_tokens: int | None  # maximum number of tokens in the KV cache; None: as many as memory allows
     # Pages of sliding-window layers per page of the other layers; None: one pool for all layers.
     window_ratio: float | None = None
-    max_states: int | None = None  # state slots of recurrent layers; None: as many as memory allows
+    max_states: int | None = None  # maximum number of state slots of recurrent layers; None: as many as memory allows
     pin_share: float = 0.0  # maximum share of the pages that pinned prefixes may take
-    swap_space_gib: float = 0.0  # host memory per rank for the KV of retracted sequences
+    swap_space_gib: float = 0.0  # host memory per rank, in GiB, for the KV of retracted sequences
     host_tier: bool = False  # keep pages of the prefix tree in host memory too
-    host_ratio: float = 2.0  # pages of the host tier per page of the device
+    host_ratio: float = 2.0  # number of pages of the host tier per page of the device
     host_gb: int = 0  # size of the host tier per rank, in 10^9 bytes; 0: `host_ratio` decides
     write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
     copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
@@ -90,7 +90,7 @@ class CachePlan(Section):
     role: str = "null"
     storage: str | None = None  # backend of the storage tier: "file" or "dynamic"; None: no storage at start
     prefetch_policy: str = "timeout"  # how long a request waits for pages from storage
-    storage_config: Mapping[str, Any] = field(default_factory=dict)  # settings of the backend
+    storage_config: Mapping[str, Any] = field(default_factory=dict)  # settings of the storage backend
     host_layout: str = "layer_first"  # order of the data in host memory: by layer ("layer_first"), or by page
 
 
@@ -103,8 +103,8 @@ class SchedulerPlan(Section):
     max_queued_tokens: int = 2**23  # maximum number of tokens of all waiting prompts
     # Name of an API key -> weight of its share of the rows; other keys have weight 1.
     owner_weights: Mapping[str, float] = field(default_factory=dict)
-    chunk_tokens: int | None  # maximum prompt tokens per step and per chunk; None: no chunked prefill
-    max_prefill_tokens: int  # maximum prompt tokens per step; a single longer prompt may exceed it
+    chunk_tokens: int | None  # maximum number of prompt tokens per step and per chunk; None: no chunked prefill
+    max_prefill_tokens: int  # maximum number of prompt tokens per step; a single longer prompt may exceed it
     policy: str  # order of the waiting requests: "fcfs", "lpm", ...
     mixed: bool  # whether a step may hold both prompts and decode rows
     overlap: bool  # launch step n+1 before the tokens of step n are known
@@ -119,14 +119,14 @@ class SchedulerPlan(Section):
     crash_folder: str | None = None  # folder for the record that is written if a step hangs; None: no record
     record_file: str | None = None  # file to which the schedule of all steps is recorded; None: no record
     max_queue_time_s: float | None = None  # longest time that a request may wait in the queue; None: no limit
-    micro_batches: int = 1  # batches in flight with disjoint sequences: one per pipeline stage
+    micro_batches: int = 1  # number of batches in flight, with disjoint sequences: one per pipeline stage
     priorities: bool = False  # priorities order the queue, displace waiting requests and interrupt running ones
     tiers: Mapping[str, int] = field(default_factory=dict)  # priorities of service tiers; {}: tiers have no effect
     max_first_token_s: float | None = None  # requests with a longer predicted time to the first token are refused
     low_priority_first: bool = False  # lower priority numbers go first
     # A request interrupts a running one if its priority is higher by more than this.
     preemption_threshold: int = 10
-    max_new_sequences: int | None = None  # new sequences per step; None: no limit
+    max_new_sequences: int | None = None  # maximum number of new sequences per step; None: no limit
     # Maximum number of forced tokens (the only tokens that a grammar allows) appended at once; 0: sample every token.
     max_forced: int = 0
     # Forced tokens are appended if they save at least `forced_share` * (number of running rows) decode rows.
@@ -153,8 +153,8 @@ class SchedulerPlan(Section):
     adapter_slots: int = 0  # maximum number of LoRA adapters in one batch
     adapters_fifo: bool = False  # evict adapters in FIFO order instead of the least recently used first
     target_token_ms: float | None = None  # target for the time between two tokens of a stream; None: no target
-    receive_interval: int = 1  # steps between two reads of the inbox while sequences run
-    max_micro_batch: int | None = None  # maximum rows per micro-batch; None: no limit
+    receive_interval: int = 1  # number of steps between two reads of the inbox while sequences run
+    max_micro_batch: int | None = None  # maximum number of rows per micro-batch; None: no limit
 
     @property
     def step_prompt_tokens(self) -> int:
@@ -238,8 +238,8 @@ class MediaPlan(Section):
     timeout_s: float = 10.0
     max_pixels: int = 2**25
     max_bytes: int = 2**25
-    max_frames: int = 64  # frames of a video
-    max_video_pixels: int = 2**26  # pixels of all frames of a video together
+    max_frames: int = 64  # maximum number of frames of a video
+    max_video_pixels: int = 2**26  # maximum number of pixels of all frames of a video together
     max_audio_s: float = 600.0
     transcription_model: str | None = None  # path or name of a Whisper model; None: audio is not transcribed
     cache_bytes: int = 2**30  # host memory for cached vectors of images
@@ -257,7 +257,7 @@ class GraphPlan(Section):
     prompt_sizes: tuple[int, ...] = ()
     profile: bool = False  # log a profile of each capture
     collect_garbage: bool = False  # whether Python's garbage collector may run during a capture
-    compile_max_rows: int = 0  # largest batch for torch.compile; 0: do not compile
+    compile_max_rows: int = 0  # maximum number of rows of batches for torch.compile; 0: do not compile
 
 
 def stage_nodes(nnodes: int, pp_size: int) -> int:
@@ -269,9 +269,9 @@ def stage_nodes(nnodes: int, pp_size: int) -> int:
 class ParallelPlan(Section):
     """Processes and devices that share the model."""
 
-    tp_size: int = 1  # ranks that share every layer
-    pp_size: int = 1  # stages, each with a share of the layers
-    dp_size: int = 1  # replicas, each with its own requests and cache
+    tp_size: int = 1  # number of ranks that share every layer (tensor parallelism)
+    pp_size: int = 1  # number of pipeline stages, each with a share of the layers
+    dp_size: int = 1  # number of replicas, each with its own requests and KV cache
     dp_attention: bool = False  # whether the replicas are attention groups of one copy of the model
     head_by_group: bool = False  # whether each attention group computes the logits of its own rows
     # Two-batch overlap: a row is divided between the halves of a step if the smaller half would otherwise have less
@@ -280,13 +280,13 @@ class ParallelPlan(Section):
     whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
     prefill_replicas: int = 0  # number of replicas that compute prompts for the others; 0: each computes its own
     symmetric_memory: bool = False  # whether ranks add small tensors through symmetric memory
-    balance: str = "round_robin"  # load-balance method between the copies
+    balance: str = "round_robin"  # load-balancing method among the replicas
     gpu_step: int = 1  # distance between the indices of used GPUs
-    nnodes: int = 1  # machines
+    nnodes: int = 1  # number of machines
     node_rank: int = 0  # index of this machine
     master_address: tuple[str, int] | None = None  # host and port of the first machine
     store_port: int | None = None  # port of the ranks' rendezvous; None: any free port
-    join_timeout_s: float = 600.0  # longest wait for all processes at start
+    join_timeout_s: float = 600.0  # longest time to wait at start until all processes have connected
 
     @property
     def ranks(self) -> int:
@@ -324,20 +324,20 @@ class ParallelPlan(Section):
 class ExpertPlan(Section):
     """The experts of mixtures: their placement on ranks, load balancing, and records of their use."""
 
-    ep_size: int = 1  # parts among which the experts are divided; divides `parallel.tp_size`
+    ep_size: int = 1  # number of parts among which the experts are divided; divides `parallel.tp_size`
     # How the partial results of the ranks are added. "none": by all-reduce. "all_to_all": in large steps, each token's
     # results are sent to one rank, which adds them; all ranks then gather the sums.
     exchange: str = "none"
-    num_redundant: int = 0  # further copies of busy experts, over all ranks
+    num_redundant: int = 0  # number of further copies of busy experts, on all ranks together
     dispatch: str = "static"  # how one of an expert's copies is chosen for a token: "static", "dynamic", "fake"
     location: str = "trivial"  # initial placement of experts: "trivial", JSON text, or a file
     balance: bool = False  # move experts to balance the load of the ranks
     balance_algorithm: str = "auto"
-    balance_steps: int = 1000  # steps between two rebalances
+    balance_steps: int = 1000  # number of steps between two rebalances
     balance_layers: int | None = None  # maximum number of layers whose experts move between two steps; None: all
     balance_threshold: float = 1.0  # mean utilization of the ranks above which no expert moves
     record: str | None = None  # what is recorded: "stat", "stat_approx", "per_pass", "per_token"; None: nothing
-    record_steps: int = 1000  # steps that a record holds; -1: all
+    record_steps: int = 1000  # number of steps that a record holds; -1: all steps
     log_balance: bool = False
     returned: bool = False  # whether requests may ask for the routed experts of their tokens
 
@@ -351,8 +351,8 @@ class ExpertPlan(Section):
 class TokenizerPlan(Section):
     """The tokenizer, the chat template, and the parsers of tool calls and reasoning."""
 
-    tokenizer_path: str | None  # None: no tokenizer, token ids only
-    mode: str  # "auto", "slow"
+    tokenizer_path: str | None  # path of the tokenizer; None: no tokenizer, requests contain token ids
+    mode: str  # kind of tokenizer library: "auto" or "slow"
     trust_remote_code: bool
     revision: str | None
     chat_template: str | None  # a file or a built-in name; None: the tokenizer's own template
@@ -361,8 +361,9 @@ class TokenizerPlan(Section):
     grammar_backend: str = "none"
     memory_only_automata: bool = False  # do not store outlines' automata on disk
     middle: MiddleTemplate | None = None  # fill-in-the-middle prompts; None: guess from the tokenizer's tokens
-    encoder_threads: int = 2  # threads that tokenize long texts
-    json_whitespace: str | None = None  # regular expression; None: the grammar backend's default
+    encoder_threads: int = 2  # number of threads that tokenize long texts
+    # Regular expression for whitespace in JSON outputs; None: the grammar backend's default.
+    json_whitespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,7 +396,7 @@ class ServePlan(Section):
     shutdown_timeout_s: float = 30.0  # time that running requests have to finish after the first stop signal
     refuse_unknown_fields: bool = False  # False: ignore and log them
     ignore_model_name: bool = False  # accept any `model` in requests
-    ssl_certfile: str | None = None  # None: no TLS
+    ssl_certfile: str | None = None  # file with the server's certificate; None: no TLS
     ssl_keyfile: str | None = None
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None  # file with the authorities that sign clients' certificates
@@ -424,7 +425,7 @@ class ObservePlan(Section):
     ttft_bounds: Bounds = buckets.TIME_TO_FIRST_TOKEN
     itl_bounds: Bounds = buckets.INTER_TOKEN_LATENCY
     e2e_bounds: Bounds = buckets.E2E_LATENCY
-    prompt_bounds: Bounds = ()  # histogram of prompt lengths; (): no histogram
+    prompt_bounds: Bounds = ()  # bucket bounds of the histogram of prompt lengths; (): no histogram
     output_bounds: Bounds = ()
     # Header with a JSON object whose entries become labels of the request's metrics.
     labels_header: str = "x-customer-labels"
@@ -433,7 +434,7 @@ class ObservePlan(Section):
     log_request_times: bool = False
     trace_endpoint: str | None = None  # OTLP endpoint for spans; None: off
     kv_events: KvEventsPlan | None = None  # None: do not publish events
-    collector_warning_s: float = 0.0  # log garbage collections that take longer; 0.0: off
+    collector_warning_s: float = 0.0  # log garbage collections that take longer than this; 0.0: off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

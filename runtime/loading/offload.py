@@ -19,7 +19,7 @@ class LayersInHost(NamedTuple):
     """The layers whose weights are kept in host memory, in order."""
 
     layers: tuple[nn.Module, ...] = ()
-    num_bytes: int = 0  # size of their weights
+    num_bytes: int = 0  # size of the layers' weights
     slot_bytes: int = 0  # size of the device memory into which the layers are copied in turn during a forward pass
 
 

@@ -21,7 +21,7 @@ MAX_NAMED = 20  # maximum number of tensors listed in one error
 DUMMY_SEED = 1234
 DUMMY_RANGE = 1e-3
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-PIECE_BYTES = 16 * 2**20  # bytes that one thread reads at once
+PIECE_BYTES = 16 * 2**20  # number of bytes that a thread reads at a time
 
 Named = Sequence[tuple[str, nn.Module]]
 

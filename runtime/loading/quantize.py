@@ -20,7 +20,7 @@ from runtime.loading.facts import read_facts
 from runtime.loading.tensors import TensorFiles
 
 GROUP = 32
-FILE_BYTES = 4 * 10**9  # size of an output file; memory use is about the same
+FILE_BYTES = 4 * 10**9  # size of an output file in bytes; memory use is about the same
 # Routers, embeddings and LM heads stay unquantised.
 MATRIX = re.compile(r".*\.(\w+_proj|fc1|fc2|w[123])\.weight")
 IGNORE = ["lm_head", r"re:.*\.gate$", r"re:.*\.router$", r"re:.*embed.*"]

@@ -25,7 +25,7 @@ from runtime.loading.parameters import Named, fill_layers
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo
 
-PART_BYTES = 4 * 10**9  # size of an output file; memory use is about the same
+PART_BYTES = 4 * 10**9  # size of an output file in bytes; memory use is about the same
 
 
 def write_shards(source: str, output: str, tp_size: int, pp_size: int, dtype: str | None = None) -> int:

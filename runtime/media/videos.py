@@ -12,7 +12,7 @@ from runtime.errors import InvalidRequest
 from runtime.media.containers import Deadline, opened
 from runtime.media.images import check_size, decode_image
 
-MAX_PACKETS = 500_000  # about 4 hours at 30 frames per second
+MAX_PACKETS = 500_000  # maximum number of packets in a file: about 4 hours at 30 frames per second
 
 
 class Video(NamedTuple):

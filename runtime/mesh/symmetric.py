@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MAX_BYTES = 512 * 1024  # largest tensor; NCCL is faster for larger ones, because here every rank reads all tensors
-ALIGNMENT = 16  # bytes
+# Maximum size of a tensor. For larger tensors NCCL is faster, because here every rank reads the tensors of all ranks.
+MAX_BYTES = 512 * 1024
+ALIGNMENT = 16  # the size of a tensor must be a multiple of this number of bytes
 _C10D: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
 DTYPES = (torch.bfloat16, torch.float32)  # dtypes that the kernel adds
 

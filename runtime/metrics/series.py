@@ -131,7 +131,7 @@ class EngineMetrics:
         self.loop_lag_s = Histogram(buckets.SHORT)
         self.tokenizer_s = Histogram(buckets.SHORT)
         self.rejected: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
-        self.http: Counter[tuple[str, int]] = Counter()  # by (path, status)
+        self.http: Counter[tuple[str, int]] = Counter()  # number of responses by (path, status)
         self.startup_s = 0.0
         self.of_labels(("",) * len(plan.request_labels))
 

@@ -11,8 +11,8 @@ from runtime.config.plan import DraftPlan, KernelPlan, ModelPlan, Plan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 
-MAX_DRAFTS = 8  # maximum draft tokens of prompt lookup per sequence
-MODEL_DRAFTS = 4  # maximum draft tokens of a draft model per sequence
+MAX_DRAFTS = 8  # maximum number of draft tokens of prompt lookup per sequence
+MODEL_DRAFTS = 4  # maximum number of draft tokens of a draft model per sequence
 STEP_DRAFTS = 256  # maximum draft tokens per step; more would delay the step's rows without draft tokens
 # Maximum draft tokens of a draft model per step on a CPU. Above this number, each further token makes a step longer.
 MODEL_STEP_DRAFTS = 16

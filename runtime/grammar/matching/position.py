@@ -57,7 +57,7 @@ class Position:
         self.forced_masks: list[NDArray[np.int32]] = []  # [i]: the mask that allows only forced[i]
         self.next_mask: NDArray[np.int32] | None = None  # the mask after the forced tokens; None: not computed
         self.matcher: Matcher | None = None  # None: the constraint has not begun
-        self._num_seen = 0  # number of output tokens
+        self._num_seen = 0  # number of output tokens up to this position
         self._num_matched = 0  # number of matched bytes of the marker
         self._is_free = self._marker is not None and self.opened_by is None
 
