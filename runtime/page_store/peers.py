@@ -37,6 +37,7 @@ ANSWER = struct.Struct("<q")  # number of pages, or of bytes; -1: missing
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # maximum number of keys in one request
 TIMEOUT_S = 10.0
+RETRY_S = 10.0  # a decode server waits this long before it asks a prefill server again that did not answer in time
 MAX_GREETING = 512  # bytes
 MAX_CONNECTIONS = 256  # maximum number of connections to one rank of a prefill server
 REQUEST_S = 10.0  # time in which a decode server must send its greeting, or the rest of a request
@@ -273,6 +274,7 @@ class PeerPages:
         self._peers = [(host, int(port) + space.rank) for host, port in config["peers"]]
         self._lock = threading.Lock()  # serialises the requests
         self._open: dict[tuple[str, int], socket.socket] = {}
+        self._silent: dict[tuple[str, int], float] = {}  # peers that did not answer, and when to try them again
         self._last: tuple[str, int] | None = None  # the peer that supplied the last page
 
     def exists(self, keys: Sequence[bytes]) -> int:
@@ -357,8 +359,10 @@ class PeerPages:
         with self._lock:
             try:
                 yield
-            except OSError:
+            except OSError as error:
                 self._drop(peer)
+                if not isinstance(error, ConnectionError):  # for example, a timeout
+                    self._silent[peer] = time.monotonic() + RETRY_S
 
     def _drop(self, peer: tuple[str, int]) -> None:
         if (connection := self._open.pop(peer, None)) is not None:
@@ -379,6 +383,8 @@ class PeerPages:
 
     def _connection(self, peer: tuple[str, int]) -> socket.socket:
         if peer not in self._open:
+            if time.monotonic() < self._silent.get(peer, 0.0):
+                raise ConnectionRefusedError
             connection = socket.create_connection(peer, timeout=TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(greeting(self._space))

@@ -146,3 +146,28 @@ def test_prompts_are_unknown_pending_and_ended(port: int, monkeypatch: pytest.Mo
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]]})
     assert store.watch(prompt, [KEY]) == (0, PromptState.ENDED), "no server can be reached"
     store.close()
+
+
+def test_requests_do_not_wait_in_turn_for_a_server_that_does_not_answer(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = PeerPages(SPACE, {"peers": [["127.0.0.1", number] for number in (silent.getsockname()[1], port)]})
+        connect, num_tries = socket.create_connection, [0]
+
+        def counted(address: tuple[str, int], timeout: float) -> socket.socket:
+            if address[1] == port:
+                return connect(address, timeout=timeout)
+            num_tries[0] += 1
+            return connect(address, timeout=0.1)
+
+        monkeypatch.setattr(socket, "create_connection", counted)
+        for _ in range(5):
+            assert store.watch(b"p" * 32, [KEY]) == (1, PromptState.UNKNOWN)
+        assert num_tries == [1]
+        monkeypatch.setattr(peers, "RETRY_S", 0.0)
+        store._silent.clear()
+        for _ in range(2):
+            assert store.exists([KEY]) == 1
+        assert num_tries == [3]
+        store.close()
