@@ -40,6 +40,7 @@ logger = logging.getLogger("penstock.core")
 
 MAX_LOADS = 4  # maximum number of concurrent loads
 # The same on a decode server, where most loads only wait until a prefill server has computed the prompt.
+MAX_LOOKUPS = 4  # maximum number of threads that look up pages, so that a slow store holds up no other work
 MAX_WATCHES = 64
 FIRST_WAIT_S = 1.0  # longest wait for pages while the prefill speed is unknown
 STALL_S = 5.0  # longest wait until a prompt arrives at the prefill server
@@ -47,6 +48,7 @@ STALL_S = 5.0  # longest wait until a prompt arrives at the prefill server
 POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.03, 0.002, 0.005
 # While a CPU computes steps, saves take at most this share of the time, and move at most this number of pages at once.
 SAVE_SHARE, SAVED_AT_ONCE = 0.02, 8
+WATCHED_AT_ONCE = 256  # maximum number of pages that a question names, because a long prompt has thousands
 LOOKUP_S = 0.0005  # added to the interval between two lookups, for each concurrent load
 BACKENDS = ("file",)  # backends that a client may attach without naming a folder or class
 LAYOUT = "1"  # version of the page layout; change it whenever the bytes of a page change
@@ -96,6 +98,7 @@ class Storage:
         self._rested = asyncio.Event()  # set when saves need not pause for steps
         self._attaching = anyio.Lock()
         self._saving = anyio.Lock()  # held while pages are being saved
+        self._looking_up = anyio.CapacityLimiter(MAX_LOOKUPS)
         self._num_moving = 0
         self._quiet = asyncio.Event()  # set while no pages are being moved
         self._quiet.set()
@@ -276,16 +279,19 @@ class Storage:
         is_watched = self._plan.cache.storage == "decode" and isinstance(store, WatchedStore)
         prompt = prompt_keys(wanted.sequences[0], self._plan.cache.page_size)[-1:] if is_watched else []
         if not isinstance(store, WatchedStore) or not prompt or not self._is_prefilled(wanted):
-            return await anyio.to_thread.run_sync(store.exists, keys)
+            return await anyio.to_thread.run_sync(store.exists, keys, limiter=self._looking_up)
         number, changed_s = 0, time.monotonic()
         while True:
-            more, state = await anyio.to_thread.run_sync(store.watch, prompt[0], keys[number:])
+            asked = keys[number : number + WATCHED_AT_ONCE]
+            more, state = await anyio.to_thread.run_sync(store.watch, prompt[0], asked, limiter=self._looking_up)
             number += more
             waited_s = time.monotonic() - changed_s
             if more or (state == PromptState.PENDING and waited_s > STALL_S):
                 changed_s = time.monotonic()
             if number == len(keys) or not self._tier.attached or not self._is_prefilled(wanted):
                 return number
+            if more == len(asked):  # further pages may be there
+                continue
             if state == PromptState.ENDED or (state == PromptState.UNKNOWN and waited_s > STALL_S):
                 logger.warning("A prefill server sent %d of %d pages; the rest is computed.", number, len(keys))
                 return number

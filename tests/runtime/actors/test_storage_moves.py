@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Set
 from types import SimpleNamespace
 from typing import Any
 
+import anyio.to_thread
 import pytest
 
 import runtime.actors.storage as storage_module
@@ -99,6 +101,35 @@ async def test_a_pending_prompt_is_awaited_and_an_ended_one_is_not(monkeypatch: 
     prefilling = Prefilling((0, PromptState.UNKNOWN), (1, PromptState.PENDING), (0, PromptState.ENDED))
     assert await prefilling.found() == 1, "it has failed, so no further page comes"
     assert prefilling.num_polls == 3
+
+
+async def test_a_slow_store_takes_no_threads_from_other_work() -> None:
+    answer = threading.Event()
+    plan = SimpleNamespace(cache=SimpleNamespace(storage="file"))
+    storage: Any = Storage(plan, "", "", SimpleNamespace(attached=True), None, None)  # type: ignore[arg-type]
+    store: Any = SimpleNamespace(exists=lambda keys: answer.wait(60))
+    wanted: Any = SimpleNamespace(keys=[b"a"], first=0, sequences=[])
+    lookups = [asyncio.ensure_future(storage._found(store, wanted)) for _ in range(8)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    others = anyio.to_thread.current_default_thread_limiter().borrowed_tokens
+    answer.set()
+    await asyncio.gather(*lookups)
+    assert others == 0
+
+
+async def test_a_question_names_few_pages_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "WATCHED_AT_ONCE", 1)
+    prefilling, asked = Prefilling((1, PromptState.ENDED)), list[list[bytes]]()
+    watch = prefilling.watch
+
+    def noted(prompt: bytes, keys: list[bytes]) -> tuple[int, PromptState]:
+        asked.append(keys)
+        return watch(prompt, keys)
+
+    prefilling.watch = noted
+    assert await prefilling.found() == 2, "the prompt has ended, and the second page is there too"
+    assert asked == [[b"a"], [b"b"]]
 
 
 async def test_saves_wait_for_steps_that_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
