@@ -143,7 +143,7 @@ def outline_model(
 
 
 def prepared_layers(outline: Outline, plan: ModelPlan, bar: Bar | None = None) -> Iterator[Named]:
-    """Fill and prepare one layer after another, and yield each layer's modules with their names."""
+    """Fill each layer in turn, convert its weights to the kernels' layout, and yield its modules with their names."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model, tensors, shards_of = outline
     threads = plan.num_load_threads

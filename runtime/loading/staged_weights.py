@@ -48,9 +48,10 @@ class Staged(NamedTuple):
 class StagedWeights:
     """Layers with new weights, which `commit` copies to the loaded model.
 
-    Tensors have the names and whole shapes of a checkpoint; this rank takes its shard. A layer is prepared when all its
-    tensors have arrived. With `merge`, an unquantised linear layer, embedding or norm takes missing tensors from the
-    current weights. Call all methods between two steps, on the thread that enqueues the steps.
+    Tensors have the names and whole shapes of a checkpoint; this rank takes its shard. A layer is prepared, that is,
+    its weights are converted to the kernels' layout, when all its tensors have arrived. With `merge`, an unquantised
+    linear layer, embedding or norm takes missing tensors from the current weights. Call all methods between two steps,
+    on the thread that enqueues the steps.
     """
 
     def __init__(self, model: Decoder, facts: ModelFacts, plan: ModelPlan, *, fixed: bool, scaled_cache: bool) -> None:
@@ -303,8 +304,8 @@ class StagedWeights:
         """Prepare a layer directly from its only tensor, without an intermediate copy.
 
         Returns None if this is not possible: if the layer has several tensors, if this rank needs only a part of the
-        tensor, if the tensor has another dtype or device, or if the prepared layer would share memory with the tensor,
-        which belongs to the trainer.
+        tensor, or if the tensor has another dtype or device. Also returns None if the prepared layer would share memory
+        with the tensor, because this memory belongs to the trainer.
         """
         if not isinstance(layer, Linear | VocabularyWeight) or type(layer.method) is not Unquantized:
             return None

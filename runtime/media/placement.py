@@ -1,4 +1,4 @@
-"""Places images, videos and audio in a prompt: their tokens, prefix-tree keys and positions."""
+"""Places images, videos and audio ("items") in a prompt: their tokens, prefix-tree keys and positions."""
 
 from __future__ import annotations
 

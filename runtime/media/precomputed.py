@@ -1,4 +1,4 @@
-"""Images, videos and audio that a Python caller has processed or encoded, in SGLang's formats.
+"""Images, videos and audio ("items") that a Python caller has processed or encoded, in SGLang's formats.
 
 `{"format": "processor_output", ...}` has the tensors that the model's processor returned for the whole prompt.
 `{"format": "precomputed_embedding", "feature": vectors, ...}` has the output of the model's encoder for one item: a

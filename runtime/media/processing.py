@@ -1,4 +1,4 @@
-"""transformers' processor of a model: turns an image, video or audio into tensors and a block of tokens."""
+"""transformers' processor of a model: turns an image, video or audio (an "item") into tensors and a block of tokens."""
 
 from __future__ import annotations
 

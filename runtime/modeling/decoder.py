@@ -161,8 +161,8 @@ class Decoder(nn.Module):
 def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped], count: int) -> Tensor:
     """Return the states that a draft head reads, for the first `count` tokens.
 
-    The states are the joined inputs of the tapped layers or, if no layer is tapped, the final hidden states, taken
-    from `hidden` [T, E] with T >= count.
+    The states are the joined inputs in `tapped` (see `Decoder.tap`) or, if there are none, the final hidden states,
+    taken from `hidden` [T, E] with T >= count.
     """
     if not tapped:
         return hidden[:count]

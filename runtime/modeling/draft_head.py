@@ -31,7 +31,7 @@ class DraftHead(Decoder):
 
     The first layer maps (embedded [T, E], states [T, E], batch) to the pair (x, residual). `taps` lists the target's
     layers whose inputs are the states; if it is empty, the states are the target's final hidden states. `projection`
-    maps the joined inputs of the tapped layers, [T, 3E], to states [T, E]. After a forward pass, `states` has the
+    maps the joined inputs of the layers in `taps`, [T, 3E], to states [T, E]. After a forward pass, `states` has the
     head's own states [T, E]: the sum before the final norm or, with `normed_states`, the states after this norm.
     """
 
@@ -103,7 +103,7 @@ class DraftHead(Decoder):
         return hidden
 
     def project(self, states: Tensor) -> Tensor:
-        """Return states [T, E] from the target's tapped inputs [T, 3E]. Without a projection, return `states`."""
+        """Map the joined inputs of three target layers [T, 3E] to [T, E]. Without a projection, return `states`."""
         if self.projection is None:
             return states
         return self.projection.method.multiply(self.projection, states, self.projection.bias, self.kernels)

@@ -85,7 +85,7 @@ class FastBackend:
             ids = [self._words.encode(text, add_special_tokens) for text in texts]
             check_num_tokens(ids, max_tokens)
             return ids
-        # The library's calls for a single text keep the GIL; its batch calls release it.
+        # The calls of `tokenizers` for a single text keep the GIL; its batch calls release the GIL.
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         # Check before creating the lists: creating lists of millions of ids holds the GIL for a long time.
         check_num_tokens(encodings, max_tokens)

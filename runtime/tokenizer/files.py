@@ -112,7 +112,7 @@ def read_tokenizer(plan: TokenizerPlan) -> TokenizerFiles:
 def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
     try:
         library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # the library raises no narrower type
+    except Exception as error:  # `tokenizers` raises no narrower type
         raise ConfigurationError(
             f"{path / 'tokenizer.json'} cannot be read: {error}.{lfs_hint(path / 'tokenizer.json')}"
         ) from error

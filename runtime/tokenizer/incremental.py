@@ -16,9 +16,9 @@ MAX_HELD = 8  # maximum number of tokens that `_Window` holds back; a character 
 class IncrementalDecoder:
     """Decodes the output tokens of one choice as they arrive.
 
-    The joined texts of all calls of `push` and `flush` equal the text of prompt and output minus the text of the
-    prompt, however the ids are divided among the calls. If the output completes a character that began in the prompt,
-    the whole character is returned.
+    The joined texts of all calls of `push` and `flush` equal the text of prompt and output without the text of the
+    prompt. It does not matter how the ids are divided among the calls. If the output completes a character that began
+    in the prompt, the whole character is returned.
 
     `token_bytes` is None for tokenizers whose decoder looks at neighbouring tokens. With `skip_special_tokens`, the
     special tokens in `shown_special_ids` are still shown. `spaces_between_special_tokens` is a sampling parameter that

@@ -95,7 +95,7 @@ def text_limit_of(backend: Backend) -> TextLimit | None:
 
 
 def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
-    """Return the steps of the library's normalizer or pre-tokenizer, with nested sequences flattened."""
+    """Return the steps of a normalizer or pre-tokenizer of `tokenizers`, with nested sequences flattened."""
     return [] if component is None else _flat(json.loads(component.__getstate__()), inner)
 
 

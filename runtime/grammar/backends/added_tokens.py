@@ -1,7 +1,7 @@
 """Added tokens (for example <think> and <|im_end|>) whose text occurs in a grammar.
 
 llguidance treats special tokens, and other added tokens of the form <...>, as tokens without text. If a grammar
-requires the text of such a token, the library's mask allows only this token, but the library then refuses the token.
+requires the text of such a token, llguidance's mask allows only this token, but llguidance then refuses the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BY_NUMBER = re.compile(r"(?<!\\)\\+u([0-9a-f]{4})")  # a JSON escape such as \u
 
 
 class AddedTokens(NamedTuple):
-    """Added tokens that the library does not treat as text."""
+    """Added tokens that llguidance does not treat as text."""
 
     ids: Mapping[str, int]  # text -> id, for tokens that may occur in an output
     spelled: Mapping[int, list[int]]  # id in `ids` -> ordinary tokens with the same text
@@ -33,7 +33,7 @@ class AddedTokens(NamedTuple):
 
 
 def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterable[int]) -> AddedTokens:
-    """Return the added tokens in the library's vocabulary. `table` has the bytes that each token adds to an output."""
+    """Return the added tokens in llguidance's vocabulary. `table` has the bytes that each token adds to an output."""
     special_ids = frozenset(special_ids)
     ids, spelled, special = dict[str, int](), dict[int, list[int]](), dict[str, int]()
     for token_id in filter(vocabulary.is_special_token, range(vocabulary.vocab_size)):

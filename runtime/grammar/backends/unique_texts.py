@@ -1,8 +1,8 @@
 """Enforce `uniqueItems` while an output is generated, because no grammar can express it.
 
 Items are strings, or objects that differ in a string property. An array is identified by the name of the nearest
-property that contains it: if one array with this name needs unique items, all arrays with this name get unique items.
-The grammar allows only one spelling of each string, so equal strings have equal bytes.
+property that contains it. If one array with a name needs unique items, all arrays with this name get unique items. The
+grammar allows only one spelling of each string, so equal strings have equal bytes.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from runtime.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# Number of random tokens whose bytes in the library are compared with Penstock's. A sample is enough, because
+# Number of random tokens whose bytes in llguidance are compared with Penstock's. A sample is enough, because
 # differences affect whole classes of tokens.
 NUM_COMPARED = 512
-# Regular expressions for classes of tokens. If a string may continue with every text of a class, the library allows the
-# tokens of the class at once; it tests all other tokens one by one. The library's default classes (up to 10, up to 30
+# Regular expressions for classes of tokens. If a string may continue with every text of a class, llguidance allows the
+# tokens of the class at once; it tests all other tokens one by one. llguidance's default classes (up to 10, up to 30
 # and any number of JSON string characters) are too coarse near a string's maxLength, and for patterns that allow only
 # letters.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F\x{2028}\x{2029}]'
@@ -73,7 +73,7 @@ def _checked(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> t
 
 
 def _agrees(found: LLTokenizer, tokenizer: Tokenizer, table: TokenBytes) -> bool:
-    """Whether the library has the same bytes as `table` for a sample of tokens, and knows all special tokens."""
+    """Whether llguidance has the same bytes as `table` for a sample of tokens, and knows all special tokens."""
     ids = range(tokenizer.vocab_size)
     special = tokenizer.special_ids
     for token_id in random.Random(0).sample(ids, min(NUM_COMPARED, len(ids))):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.grammar")
 
 MAX_FIRST_MASK_S = 2.0
-# The backend begins two trial outputs of each compiled grammar. A grammar that exceeds the library's limits is thereby
+# The backend begins two trial outputs of each compiled grammar. A grammar that exceeds llguidance's limits is thereby
 # refused at once and does not fail during generation. Output i always continues with the first allowed byte of
 # TRIED[i].
 LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_/. "
@@ -47,7 +47,7 @@ BUILD_THREADS, BUILD_NICENESS = 2, 5
 COPIES_PER_LEXER = 256
 MAX_THREADS = 16  # maximum number of mask threads; half of the processors are used, but at least two
 WORDS_PER_THREAD = 1024  # mask words per thread: vocabularies of up to 32,768 tokens use one thread
-# The library's limits. Fuel is a unit of work in its lexer, which uses 14,000 to 50,000 per millisecond. A lexer state
+# llguidance's limits. Fuel is a unit of work in its lexer, which uses 14,000 to 50,000 per millisecond. A lexer state
 # takes 1 to 2 KB.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -61,7 +61,7 @@ LIMITS: dict[str, Any] = {
 }
 
 LIMIT_WORDS = {
-    "panic": TOO_LARGE,  # for example above 65,000 symbols; the library's own message does not help users
+    "panic": TOO_LARGE,  # for example above 65,000 symbols; llguidance's own message does not help users
     "grammar size": TOO_LARGE,
     "Current row has": ALTERNATIVES,
     "Too many items": ALTERNATIVES,
@@ -83,7 +83,7 @@ class LLGuidanceMatcher:
     """A `Matcher` of llguidance.
 
     All copies of a matcher share one lexer. The lexer's states accumulate over the outputs of all copies. When the
-    states exceed the library's limits, every copy fails. A failed matcher therefore gets a new lexer and reads its
+    states exceed llguidance's limits, every copy fails. A failed matcher therefore gets a new lexer and reads its
     output again from the beginning. If it fails again, its own output exceeds a limit. After every `COPIES_PER_LEXER`
     copies, a new lexer is made.
     """
@@ -213,7 +213,7 @@ class LLGuidanceBackend:
             raise self._placed(grammar, str(error)) from error
 
     def _placed(self, grammar: Grammar, error: str) -> InvalidGrammar:
-        """Return the library's error, with the place in the schema that causes it."""
+        """Return llguidance's error, with the place in the schema that causes it."""
         whitespace = grammar.whitespace if grammar.whitespace is not None else self._whitespace
 
         def refusal(schema: Any, pointer: str) -> str | None:
@@ -246,7 +246,7 @@ class LLGuidanceBackend:
             raise InvalidGrammar(_first_line(matcher.get_error()))
         began_s = time.perf_counter()
         matcher.compute_bitmask()  # the first mask also builds state that later masks need
-        if matcher.is_error():  # must be checked: after an error, the library's mask allows the end of the output
+        if matcher.is_error():  # must be checked: after an error, llguidance's mask allows the end of the output
             raise InvalidGrammar(_limit(matcher.get_error()) or "no text matches it")
         if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
             raise InvalidGrammar("its first mask takes too long to compute")
@@ -289,7 +289,7 @@ class LLGuidanceBackend:
         """Compute the mask of a failed matcher again, with a new lexer. If this fails too, set the row to zero."""
         if matcher.renew():
             self._compute([(matcher.inner, row)], masks)
-        if matcher.inner.is_error():  # must be checked: after an error, the library's mask allows the end of the output
+        if matcher.inner.is_error():  # must be checked: after an error, llguidance's mask allows the end of the output
             logger.warning("A grammar cannot continue: %s", _first_line(matcher.error))
             masks[row] = 0
 
@@ -297,7 +297,7 @@ class LLGuidanceBackend:
 def _try(matcher: LLMatcher, tried: Sequence[int], until_s: float) -> None:
     """Begin a trial output: repeatedly append the first token in `tried` that the grammar allows.
 
-    Raises `InvalidGrammar` if the library fails.
+    Raises `InvalidGrammar` if llguidance fails.
     """
     for _ in range(MAX_TRIED):
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
@@ -340,12 +340,12 @@ def _num_threads(num_words: int) -> int:
 
 
 def _limit(error: str) -> str | None:
-    """Return the text for clients if the error is about a limit of the library, else None."""
+    """Return the text for clients if the error is about a limit of llguidance, else None."""
     return next((words for said, words in LIMIT_WORDS.items() if said in error), None)
 
 
 def _first_line(error: str) -> str:
-    """Return the library's error for clients, without the dump of its state."""
+    """Return llguidance's error for clients, without the dump of its state."""
     if limit := _limit(error):
         return limit
     lines = [line.strip() for line in error.split("\n<state>")[0].splitlines() if line.strip()]

@@ -66,7 +66,7 @@ class OutlinesMatcher:
         return not self.error
 
     def _advance(self, token_id: int) -> bool:
-        # The library supports only one end-of-sequence id, so this class handles all end-of-sequence ids itself.
+        # outlines-core supports only one end-of-sequence id, so this class handles all end-of-sequence ids itself.
         if token_id in self._eos_ids:
             self.ended = self.inner.is_finished()
             return self.ended

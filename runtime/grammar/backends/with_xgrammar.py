@@ -34,7 +34,7 @@ ENFORCED = Enforced(
 )
 MAX_BLANKS = 20  # maximum number of whitespace characters between two JSON tokens
 COMPILE_THREADS = 2
-# Limit of the library's own cache, which holds parts of grammars. `GrammarCompiler` caches whole grammars.
+# Limit of xgrammar's own cache, which holds parts of grammars. `GrammarCompiler` caches whole grammars.
 CACHE_BYTES = 64 * 1024 * 1024
 
 
@@ -103,7 +103,7 @@ class XGrammarBackend:
         raise Unsupported("whitespace_pattern", "", "only none and the default are known there")
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
-        # Masks are computed one by one: two mask threads call this method, and the library's batch matcher is not
+        # Masks are computed one by one: two mask threads call this method, and xgrammar's batch matcher is not
         # thread-safe.
         for row, matcher in enumerate(all_of_class(matchers, XGrammarMatcher)):
             if matcher.error:

@@ -314,12 +314,12 @@ def _classes(every: set[Ranges]) -> tuple[list[Ranges], dict[Ranges, list[int]]]
     return [tuple(ranges) for ranges in alike.values()], indices
 
 
-# --- characters in the backend's syntax ---
+# --- characters in llguidance's syntax ---
 
 
 @lru_cache(512)
 def characters(regex: str) -> Ranges:
-    """Return the characters that a character or class in the backend's syntax matches. Raises `TooComplexError`."""
+    """Return the characters that a character or class in llguidance's syntax matches. Raises `TooComplexError`."""
     ranges, end = _class(regex, 1) if regex[0] == "[" else ([_one(regex, 0)[0]], len(regex))
     if end != len(regex):
         raise TooComplexError

@@ -1,6 +1,6 @@
-"""Parse regular expressions of JSON schemas and requests, and write them for the backend.
+"""Parse regular expressions of JSON schemas and requests, and write them for llguidance.
 
-JSON Schema reads a pattern as ECMA-262, many validators read it as Python's dialect, and the backend reads Rust's
+JSON Schema reads a pattern as ECMA-262, many validators read it as Python's dialect, and llguidance reads Rust's
 dialect. The dialects differ in `\\d`, `\\w`, `\\s` and `.`, in operators inside classes, and in anchors. The written
 expression matches only texts that match in both ECMA-262 and Python, and it means the same in all dialects. Patterns
 for which there is no such expression are refused.
@@ -17,7 +17,7 @@ MAX_DEPTH = 64
 MAX_PATTERN = 128 * 1024
 MAX_REPEAT = 65_535
 MAX_LEAST = 20_000  # maximum length of the shortest matching text
-# Maximum of the product `_least` * `_spare`, which estimates the states that the library visits. This many take 1 s.
+# Maximum of the product `_least` * `_spare`, which estimates the states that llguidance visits. This many take 1 s.
 MAX_AMBIGUOUS = 6_000_000
 
 MAX_BRANCHES = 64  # maximum number of branches after groups with anchors are expanded
@@ -56,7 +56,7 @@ class PatternBudget:
 
 
 class Text(NamedTuple):
-    """A character or class in the backend's syntax."""
+    """A character or class in llguidance's syntax."""
 
     regex: str
 
@@ -398,7 +398,7 @@ class _Parser:
         if self.in_json and not negated and begins_with_controls and len(covered) < 2:
             raise PatternError("a range of control characters beside a missing quote or backslash is not enforced")
         if self.in_json and negated and covered:
-            # The class may exclude the quote or the backslash. The library would still accept the escaped quote or
+            # The class may exclude the quote or the backslash. llguidance would still accept the escaped quote or
             # backslash, unless the class also excludes control characters.
             parts.append(r"\x00-\x1f")
         if self.at == begin:
@@ -409,7 +409,7 @@ class _Parser:
         return f"[{'^' if negated else ''}{''.join(parts)}]"
 
     def _class_item(self, negated: bool) -> tuple[str, str | None]:
-        """Return an item of a class in the backend's syntax, and its character (None for a class such as `\\d`)."""
+        """Return an item of a class in llguidance's syntax, and its character (None for a class such as `\\d`)."""
         character = self._take()
         if character == "\\":
             character = self._take()

@@ -1,4 +1,4 @@
-"""Rewrite limits of numbers in JSON schemas, so that the library enforces them exactly."""
+"""Rewrite limits of numbers in JSON schemas, so that llguidance enforces them exactly."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def check_number(value: Any, keyword: str, pointer: str) -> None:
 
 
 def _limited(keyword: str, limit: float) -> Schema:
-    """Return a schema with this minimum or maximum, in so few digits that the library does not round it.
+    """Return a schema with this minimum or maximum, in so few digits that llguidance does not round it.
 
-    The library wrongly rejects some numbers with fewer digits than the limit, for example 4.9 for `maximum: 4.95`. The
+    llguidance wrongly rejects some numbers with fewer digits than the limit, for example 4.9 for `maximum: 4.95`. The
     returned schema allows these numbers by an enum.
     """
     upwards = keyword == "minimum"

@@ -22,7 +22,7 @@ def disjoint_patterns(
     need no such entry, because they allow no other names.
 
     If the patterns are too complex to compare, return None for an open object. For a closed object, return the patterns
-    unchanged; the library refuses them later if they overlap.
+    unchanged; llguidance refuses them later if they overlap.
     """
     groups = _overlapping(patterns, peek)
     unchanged = [(index, (index,)) for index in range(len(patterns))]
@@ -59,7 +59,7 @@ def _overlapping(patterns: Sequence[str], peek: Peek) -> list[list[int]]:
 
 
 def _may_intersect(one: str, other: str, peek: Peek) -> bool:
-    """Whether a name may match both patterns. False for too complex patterns, which the library compares again."""
+    """Whether a name may match both patterns. False for too complex patterns, which llguidance compares again."""
     try:
         return intersects([one, other], peek)
     except TooComplexError:

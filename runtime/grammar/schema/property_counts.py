@@ -1,4 +1,4 @@
-"""Rewrite `minProperties` and `maxProperties`, which the library enforces only if no property is optional."""
+"""Rewrite `minProperties` and `maxProperties`, which llguidance enforces only if no property is optional."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _with_exactly(present: Sequence[str], optional: Sequence[str], limits: Schem
 
 
 def may_exceed_maximum(schema: Schema, peek: Peek) -> bool:
-    """Whether an object may require more names than its `maxProperties`. The library would then ignore the limit.
+    """Whether an object may require more names than its `maxProperties`. llguidance would then ignore the limit.
 
     `schema` must already be rewritten for the backend.
     """

@@ -19,14 +19,14 @@ from runtime.grammar_spec import InvalidGrammar
 MAX_TRIES = 128  # maximum number of parts that are compiled
 MAX_S = 0.3  # maximum time of the search
 
-# (schema, JSON pointer) -> the library's error for the part at this place, or None if the library accepts it.
+# (schema, JSON pointer) -> llguidance's error for the part at this place, or None if llguidance accepts it.
 Refusal = Callable[[Any, str], str | None]
 
 
 class Reason(NamedTuple):
-    """A reason for which the library refuses schemas."""
+    """A reason for which llguidance refuses schemas."""
 
-    said: str  # text in the library's message by which the reason is recognised
+    said: str  # text in llguidance's message by which the reason is recognised
     keyword: str  # the keyword to name in the error
     words: str  # the explanation for the client
 
@@ -63,7 +63,7 @@ _MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 
 
 def placed(schemas: Sequence[tuple[str, Any]], error: str, refusal: Refusal) -> InvalidGrammar:
-    """Return the library's error for a refused grammar, with the keyword and the place that cause it.
+    """Return llguidance's error for a refused grammar, with the keyword and the place that cause it.
 
     `schemas` has (place, schema) for each schema in the grammar. Compiles up to `MAX_TRIES` parts in about `MAX_S`
     seconds; if this is not enough, the error names a larger part. If no schema is refused alone, the error has no

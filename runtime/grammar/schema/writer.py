@@ -120,7 +120,7 @@ class _Writer:
         return {"$defs": definitions, **written}
 
     def check_maximum(self, whole: list[Any], definitions: Schema) -> None:
-        """Refuse objects that may require more names than `maxProperties`. The library would ignore the limit."""
+        """Refuse objects that may require more names than `maxProperties`. llguidance would ignore the limit."""
         for schema in written_parts(whole, lambda: self.pause("")):
             if property_counts.may_exceed_maximum(schema, lambda part: definition_of(part, definitions)):
                 raise Unsupported("maxProperties", "", "an object may require more names than this")
@@ -171,7 +171,7 @@ class _Writer:
         self.count(written, pointer)
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int) and written.get("type") == "number":
-            # Multiples of an integer are integers. The library checks integers exactly, but rounds other numbers.
+            # Multiples of an integer are integers. llguidance checks integers exactly, but rounds other numbers.
             written["type"] = "integer"
         for keyword in ("minItems", "minLength"):
             limit = written.get(keyword.replace("min", "max"))
@@ -179,7 +179,7 @@ class _Writer:
                 raise Unsupported(keyword, f"{pointer}/{keyword}", f"it is above {keyword.replace('min', 'max')}")
 
     def count(self, written: Schema, pointer: str) -> None:
-        """Rewrite `minProperties` and `maxProperties`, which the library enforces only if no property is optional."""
+        """Rewrite `minProperties` and `maxProperties`, which llguidance enforces only if no property is optional."""
         least, most, required = (
             written.get("minProperties", 0),
             written.get("maxProperties"),

@@ -25,7 +25,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _BLANKS = re.compile(r"\s*")
-# Keywords and options that are passed to the library unchanged.
+# Keywords and options that are passed to llguidance unchanged.
 _KEYWORDS = frozenset({"%ignore", "%import", "%declare", "%override", "%if", "%lark"})
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
 # Attributes of rules that are refused, because they would change sampling or remove generated tokens.
