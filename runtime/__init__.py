@@ -1,1 +1,1 @@
-"""The engine: actors, scheduling, cache, model execution. Knows nothing of HTTP."""
+"""The engine: actors, scheduling, KV cache and model execution. This package does not depend on HTTP."""

@@ -1,7 +1,7 @@
-"""The interface between scheduler and worker: the batch of a step as host arrays, and its output.
+"""The interface between scheduler and worker: the batch of a step as host arrays, and the output of the step.
 
 `Scheduler.fill` builds a batch, which is immutable afterwards. The runner reads it, in this process or in a worker
-process. A batch refers to no device, and the runner never reads a Sequence.
+process. A batch contains no device tensors, and the runner does not read its `Sequence` objects.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-SECOND_START = "second_start"  # row value: position where the second text of a pair begins
-ADAPTER = "adapter"  # row value: slot of the row's LoRA adapter
-UNKNOWN = -1  # in Batch.token_ids: the sequence's last sampled token, whose id only the device knows
+SECOND_START = "second_start"  # name of the row value with the position where the second text of a pair begins
+ADAPTER = "adapter"  # name of the row value with the slot of the row's LoRA adapter
+UNKNOWN = -1  # in Batch.token_ids: the last sampled token of the sequence, whose id only the device knows
 
 
-# Constants of `uniform_numbers`. Operations with arrays of no dimension take two thirds of the time that scalars take.
+# Constants of `uniform_numbers`, as arrays without dimensions: operations with them take two thirds of the time of
+# operations with NumPy scalars.
 _GOLDEN, _MIX_1, _MIX_2, _SHIFT_1, _SHIFT_2, _SHIFT_3, _TOP, _ONE = (
     np.array(value, np.uint64)
     for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 30, 27, 31, 40, 1)
@@ -39,7 +40,7 @@ _UNIT = np.array(2.0**-24, np.float32)
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
-    """Return a number in [0, 1) for each (seed, output position), independent of the batch.
+    """Return a pseudo-random number in [0, 1) for each (seed, output position). It does not depend on the batch.
 
     Applies the SplitMix64 finaliser (Steele, Lea and Flood, 2014) to seed + (position + 1) * golden gamma. A float32
     represents the upper 24 bits exactly.
@@ -52,11 +53,11 @@ def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
 
 
 class MediaSpan(NamedTuple):
-    """Tokens of a step whose embeddings are given, for example by an image encoder. No layer reads their ids."""
+    """Tokens of a step with given embeddings, for example from an image encoder. Layers do not read their ids."""
 
     offset: int  # index of the first token in [T]
-    # [N, W]: embeddings [N, E]. If the model adds vectors after its first layers, the vectors of each of these layers
-    # follow.
+    # [N, W]: the embeddings [N, E]. If the model adds further vectors after its first layers, these vectors follow,
+    # layer by layer.
     vectors: Floats
 
 
@@ -64,10 +65,10 @@ class StepStats(NamedTuple):
     """Counts of a step, for logs and metrics."""
 
     num_new: int = 0  # newly admitted sequences
-    num_cached_tokens: int = 0  # cached prompt tokens of the newly admitted sequences
+    num_cached_tokens: int = 0  # cached prompt tokens of these sequences
     num_prompt_tokens: int = 0
     num_decode_rows: int = 0
-    num_scored: int = 0  # prompt tokens whose log-probabilities are computed
+    num_scored: int = 0  # prompt tokens whose log-probabilities the step computes
 
 
 NO_STATS = StepStats()
@@ -77,55 +78,56 @@ NO_STATS = StepStats()
 class Batch:
     """B rows with T tokens in total. Row b computes positions starts[b] .. starts[b] + counts[b] - 1.
 
-    Each layer stores the KV of all rows before any row attends. Rows may therefore share pages that this step writes.
+    Each layer stores the KV of all rows before any row attends. A row may therefore read pages that another row of the
+    same step writes.
     """
 
     number: int
-    sequences: tuple[Sequence, ...]  # [B], only for the scheduler
+    sequences: tuple[Sequence, ...]  # [B]; read only by the scheduler
     starts: Ints  # [B]
     counts: Ints  # [B], each >= 1
-    sequence_indices: Ints  # [B], row of each sequence in the device state, for example of its last token
+    sequence_indices: Ints  # [B], index of each sequence in tables of device state, for example of last tokens
     # [T], row after row. UNKNOWN: only the device knows the id. `speculative.model_drafts.DRAFT`: the draft model
-    # proposes the id, and the model verifies it in the same step.
+    # proposes the id, and the target verifies it in the same step.
     token_ids: Ints
     page_table: Ints  # [B, number of pages of the longest row], padded with 0
     sampling: Sampling | None  # None: no row yields a token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    # Rows that compute an embedding in place of a token. None: no such rows.
+    # Rows that compute an embedding instead of a token. None: no such rows.
     embedding_rows: Ints | None = None
     hidden_rows: tuple[int, ...] = ()  # rows that return the hidden states of their tokens, ascending
-    expert_rows: tuple[int, ...] = ()  # rows that return the routed experts of their tokens, ascending
-    # Row values that layers read, by name, [B] each. 0 is the default. A batch contains only names that the model's
-    # layers declare (`runtime.layers.batch_reads`).
+    expert_rows: tuple[int, ...] = ()  # rows that return the experts that were chosen for their tokens, ascending
+    # Name -> value of each row [B], for layers that read it. The default is 0. A batch contains only names that the
+    # model's layers declare (`runtime.layers.batch_reads`).
     row_values: Mapping[str, Ints] = field(default_factory=dict)
     # Arrays of cache kinds other than pages (`CacheKind.step_arrays`), by kind and name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
     drafts: Drafts | None = None  # None: no row has draft tokens
-    # bool [B], rows that follow draft tokens which are not verified yet. Their `starts` are upper bounds, which are
-    # exact only if all draft tokens are accepted. The device takes the exact starts from its own array of lengths.
-    # None: all starts are exact.
+    # bool [B], rows that follow draft tokens which are not verified yet. Their `starts` are upper bounds: they are
+    # exact if all draft tokens are accepted. The device reads the exact starts from its own table of lengths. None: all
+    # starts are exact.
     unknown_starts: NDArray[np.bool_] | None = None
-    # [3, T], offset of each token's position from its position in the row, on each axis (time, height, width). After an
-    # image, the three axes of a row have equal offsets. None: all offsets are 0.
+    # [3, T], for each token and axis (time, height, width): its position on the axis minus its position in the row. For
+    # tokens after an image, the three offsets are equal. None: all offsets are 0.
     position_offsets: Ints | None = None
     media: tuple[MediaSpan, ...] = ()  # tokens whose embeddings are given as vectors
-    # [M, 3], (row, first position, end) of each span whose tokens all attend to each other, including later ones. A row
-    # that computes the first token of a span computes the whole span. None: all attention is causal.
+    # [M, 3], (row, first position, end) of each span in which every token attends to all tokens, including later ones.
+    # The row that computes the first token of a span computes the whole span. None: all attention is causal.
     mutual_spans: Ints | None = None
-    # Page copies, performed in this order after all earlier steps and before this step's forward pass.
+    # Page copies. They run in this order, after all earlier steps and before this step's forward pass.
     copies: tuple[PageCopy, ...] = ()
-    adapters: tuple[AdapterPlacement, ...] = ()  # placed in this order before this step's forward pass
+    adapters: tuple[AdapterPlacement, ...] = ()  # copied into slots in this order, before this step's forward pass
     stats: StepStats = NO_STATS
 
 
 @read_only
 class Drafts:
-    """The D rows with draft tokens. In each row, they follow the sequence's last token.
+    """The D rows with draft tokens. The draft tokens of a row follow the sequence's last token.
 
     A row with k draft tokens computes 1 + k positions, and samples at each of them. A draft token is accepted if it
-    equals the token that the model samples at the position before it, and if all earlier draft tokens are accepted.
-    Random numbers depend only on the seed and the output position. The accepted tokens and the token after them are
-    therefore exactly the tokens of decoding without draft tokens, also with random sampling.
+    equals the token that the model samples at the position before it, and all earlier draft tokens are accepted. The
+    random numbers of sampling depend only on the seed and the output position. The output therefore has exactly the
+    same tokens as without draft tokens, also with random sampling.
 
     `branches` are additional rows with alternatives, so that the draft tokens form a tree.
     """
@@ -136,22 +138,22 @@ class Drafts:
 
 
 class Branches(NamedTuple):
-    """The M rows with alternatives to draft tokens (`scheduler/branches.py`). They add no output of their own.
+    """The M rows with alternatives to draft tokens (`scheduler/branches.py`). They have no output of their own.
 
-    Row rows[i] begins at the position of draft token depths[i] of row owners[i]. Its ids replace the draft tokens from
-    there on, and it samples at each of its positions. It has its own pages from this position on. If all earlier draft
-    tokens are accepted, and the model samples the row's first id in place of the draft token, verification continues
-    with the row's ids.
+    Row rows[i] begins at the position of draft token depths[i] of row owners[i]. From this position on, it has its own
+    ids instead of the draft tokens, and its own pages. It samples at each of its positions. If all earlier draft tokens
+    are accepted, and the model samples the branch's first id instead of the draft token, verification continues with
+    the ids of the branch.
     """
 
     rows: Ints  # [M], row indices, ascending
-    owners: Ints  # [M], indices of the rows with draft tokens
-    depths: Ints  # [M], counted from 1
+    owners: Ints  # [M], row indices of the rows with draft tokens
+    depths: Ints  # [M], numbers of draft tokens, from 1
 
 
 @read_only
 class Sampling:
-    """The N sampled positions of a step and their parameters. Stateless except for penalties.
+    """The N sampled positions of a step and their parameters. Only penalties need state: token counts on the device.
 
     A row samples at its last position. A row with draft tokens samples at each of its positions.
 
@@ -165,29 +167,30 @@ class Sampling:
     positions: Ints  # [N], index into the flat batch [T], ascending
     row_of: Ints  # [N], the row of each position
     greedy: NDArray[np.bool_]  # [N]
-    uniform: Floats  # [N] in [0, 1), computed from (sequence seed, output position)
+    uniform: Floats  # [N] in [0, 1), `uniform_numbers` of the sequence's seed and the output position
     # Arrays of `sampling_params.ROW_ARRAYS` by name, [N] each. Arrays with only neutral values are omitted.
     params: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     bias: Bias | None = None
     penalties: Penalties | None = None
     logprobs: tuple[LogprobParams | None, ...] | None = None  # [N]; None: no row requested log-probabilities
-    # Host data of positions with a constraint, by index into [N], ascending. Sampling waits for it.
+    # Index into [N] -> host data, for positions with a constraint, ascending. Sampling waits for this data.
     host_data: Mapping[int, HostData] = field(default_factory=dict)
-    # Host data after draft tokens, by row; `host_data` contains it too. The worker sets the ids that a draft model
-    # proposes.
+    # Row -> host data after its draft tokens. `host_data` contains this data too. If a draft model proposes the ids,
+    # the worker sets them here.
     draft_data: Mapping[int, DraftData] = field(default_factory=dict)
-    draws: Draws | None = None  # for rows with unknown starts, whose `uniform` is not final; None: all are final
+    # Inputs of `uniform` for rows with unknown starts, whose `uniform` is provisional; None: all values are final.
+    draws: Draws | None = None
 
 
 class Draws(NamedTuple):
-    """The inputs from which `uniform` is computed, for rows with unknown starts."""
+    """The inputs from which the device computes the final `uniform`, when it knows the starts of all rows."""
 
     seeds: NDArray[np.uint64]  # [N]
-    output_positions: Longs  # [N], an upper bound, like the row's start
+    output_positions: Longs  # [N], upper bounds, like the starts of the rows
 
 
 class Bias(NamedTuple):
-    """M values that are added to single logits. -inf forbids a token."""
+    """M values that are added to single logits; -inf forbids a token."""
 
     rows: Longs  # [M], index into the N sampled positions
     token_ids: Longs  # [M]
@@ -199,7 +202,7 @@ class Penalties(NamedTuple):
 
     rows: Longs  # [Q], index into the N sampled positions
     sequence_indices: Longs  # [Q]
-    fresh: tuple[FreshSequence, ...]  # sequences whose counts this step initialises
+    fresh: tuple[FreshSequence, ...]  # sequences whose token counts this step initialises
 
 
 class FreshSequence(NamedTuple):
@@ -211,26 +214,26 @@ class FreshSequence(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Copies of `source_pages[i]` to `target_pages[i]`, for all layers, between two pools or within one pool.
+    """Copies of the pages `source_pages[i]` to `target_pages[i]` in all layers, between two pools or within one.
 
-    Pools are "device" (the pages of `Batch.page_table`) and "host". Every rank copies its shard of each page.
+    The pools are "device" (the pages of `Batch.page_table`) and "host". Every rank copies its shard of each page.
     """
 
     source: str
     target: str
     source_pages: Ints  # [N]
-    target_pages: Ints  # [N], distinct; within one pool, no target is also a source
+    target_pages: Ints  # [N], distinct; in copies within one pool, no page is both source and target
 
 
 class AdapterPlacement(NamedTuple):
-    """A copy of a loaded adapter from host memory into a slot. Rows refer to the slot by the row value "adapter"."""
+    """A copy of a loaded adapter from host memory into a slot. Rows name the slot in the row value `ADAPTER`."""
 
-    slot: int  # counted from 1
+    slot: int  # numbered from 1
     adapter_id: int
 
 
 class PromptLogprobs(NamedTuple):
-    """Requested log-probabilities of prompt tokens: position `offset + i` of the flat batch predicts `targets[i]`."""
+    """Requested prompt log-probabilities: position `offset + i` of the flat batch predicts `targets[i]`."""
 
     row: int
     offset: int  # index into [T]
@@ -239,16 +242,16 @@ class PromptLogprobs(NamedTuple):
 
 
 class StepShare(NamedTuple):
-    """The numbers of positions in a batch that other attention groups must know in a common step."""
+    """The counts of a batch that the other attention groups must know in a common step (data-parallel attention)."""
 
     tokens: int = 0
     sampled: int = 0
-    embedded: int = 0  # rows
-    scored: int = 0  # prompt positions whose log-probabilities are computed
+    embedded: int = 0  # number of rows that compute an embedding
+    scored: int = 0  # number of prompt positions whose log-probabilities are computed
 
     @classmethod
     def of(cls, batch: Batch | None) -> StepShare:
-        """Return the share of a batch. It is zero for None."""
+        """Return the share of a batch. For None (an idle group), all counts are 0."""
         if batch is None:
             return cls()
         return cls(
@@ -262,22 +265,22 @@ class StepShare(NamedTuple):
 class StepOutput(NamedTuple):
     """The results of a step on the host, for the B rows of its batch."""
 
-    # [B], new ids of each row: one sampled id, or the accepted draft tokens and the id sampled after them. Empty if the
-    # row samples no token or waits for host data.
+    # [B], new ids of each row: one sampled id, or the accepted draft tokens followed by the id sampled after them.
+    # Empty if the row does not sample, or if its host data was late.
     tokens: list[list[int]]
     failed: list[int]  # rows whose logits were not finite, or whose constraint failed
-    logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: not requested
+    logprobs: list[Logprobs | None] | None = None  # [B], log-probabilities of the new ids; None: not requested
     prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, requested logprobs)  # noqa: RUF012
     embeddings: list[list[float] | None] | None = None  # [B]; None: not requested
     stuck: Collection[int] = ()  # failed rows whose constraint failed or allowed no token
-    hidden: Collection[tuple[int, Floats]] = ()  # (row, states of its tokens [N, E]) of `Batch.hidden_rows`
+    hidden: Collection[tuple[int, Floats]] = ()  # (row, hidden states of its tokens [N, E]) for `Batch.hidden_rows`
     experts: Collection[
         tuple[int, NDArray[np.int16]]
-    ] = ()  # (row, experts of its tokens [N, L, k]) of `Batch.expert_rows`
+    ] = ()  # (row, experts chosen for its tokens [N, L, k]) for `Batch.expert_rows`
 
 
 class Runner(Protocol):
-    """Computes batches in order, outside of the event loop. The scheduler actor owns, watches and closes it."""
+    """Computes batches in order, outside the event loop. The scheduler actor owns, watches and closes it."""
 
     @property
     def kernels_description(self) -> str:
@@ -287,31 +290,31 @@ class Runner(Protocol):
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Enqueue the batch and return immediately. The future raises the exception of the forward pass.
 
-        Callers must shield the future while they wait, because a cancelled wait must not cancel the step.
+        Callers must shield the future, so that a cancelled caller does not cancel the step.
         """
         ...
 
     def finish_oldest(self) -> None:
-        """Called before the caller waits for the oldest step.
+        """Must be called before waiting for the oldest step.
 
-        With pipeline parallelism, enqueues the end of this step.
+        With pipeline parallelism, it enqueues the end of this step.
         """
         ...
 
     def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
-        """Run a verb of `runtime/worker/verbs.py` on every rank, after the steps launched so far and before later ones.
+        """Run a verb (a command of `runtime/worker/verbs.py`) on every rank, after the steps launched so far.
 
-        The result has the answer of each rank, rank 0 first. `payload` has JSON values and int32 arrays, by name. The
-        future raises `InvalidRequest` or `CheckpointError` if a rank refuses the call. This rank is then unchanged, and
-        steps continue. Any other failure ends a runner of several ranks, like a failed step. Callers must shield the
-        future.
+        The result has the answer of each rank, in the order of ranks. `payload` has JSON values and int32 arrays, by
+        name. If a rank refuses the call, the future raises `InvalidRequest` or `CheckpointError`. This rank is then
+        unchanged, and steps continue. If a runner has several ranks, any other failure ends it, as a failed step would.
+        Callers must shield the future.
         """
         ...
 
     async def watch(self) -> None:
-        """Never return. Raise `WorkerFailed` when a process that the runner needs has ended."""
+        """Wait until a process that the runner needs has ended, and raise `WorkerFailed`. Never returns."""
         ...
 
     def close(self) -> None:
-        """Finish launched steps and release everything. Blocks. `watch` must have ended."""
+        """Finish launched steps and release everything. Blocks. Call it only after `watch` has ended."""
         ...

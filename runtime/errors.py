@@ -37,16 +37,16 @@ class PenstockError(Exception):
 
 
 class _BriefError(PenstockError):
-    """An error whose message is sufficient. IPython shows it as one line; `sys.last_value` has the traceback."""
+    """An error whose message says everything. IPython shows only the message; `sys.last_value` has the traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
 class ConfigurationError(_BriefError):
-    """The options ask for something that this machine cannot do.
+    """The options ask for something that this machine or model cannot do.
 
-    All refusals are collected before weights are loaded. `refusals` has one sentence per refusal.
+    All problems are collected before weights are loaded. `refusals` has one sentence for each problem.
     """
 
     def __init__(self, *refusals: str) -> None:
@@ -67,7 +67,7 @@ class MissingTensor(CheckpointError):
 
 
 class RequestError(_BriefError):
-    """A request is invalid. Other requests are not affected. `param` is the dotted path of the parameter."""
+    """A request is invalid; others are not affected. `param` is the dotted path of the invalid parameter."""
 
     status = 400
     kind = "BadRequestError"
@@ -83,7 +83,7 @@ class InvalidRequest(RequestError):
 
 
 class TakesLong(InvalidRequest):
-    """Preparing a chat would block the event loop for too long. The caller must prepare it on a thread."""
+    """Preparing a chat on the event loop would block it for too long. The caller must prepare the chat on a thread."""
 
 
 class ContextOverflow(InvalidRequest):
@@ -100,14 +100,14 @@ class ContextOverflow(InvalidRequest):
 
 
 class Unauthorized(RequestError):
-    """The route requires a key, and the request has no known key."""
+    """The route requires an API key, and the request has none or an unknown one."""
 
     status = 401
     kind = "AuthenticationError"
 
 
 class Forbidden(RequestError):
-    """The sender's key does not allow this, or the sender is a web page of another origin."""
+    """The sender's key does not allow this route, or the sender is a web page of another origin."""
 
     status = 403
     kind = "PermissionDeniedError"
@@ -121,7 +121,7 @@ class NotFound(RequestError):
 
 
 class DeadlinePassed(RequestError):
-    """The time limit of the request passed, or will pass before its first token."""
+    """The time limit of the request has passed, or will pass before its first token."""
 
     status = 408
     kind = "RequestTimeoutError"
@@ -142,7 +142,7 @@ class NotSupported(RequestError):
 
 
 class Overloaded(_BriefError):
-    """The queue is full. `retry_after_s` tells the sender when to retry."""
+    """The queue is full. The client should retry after `retry_after_s` seconds."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -161,11 +161,11 @@ class TooManyRequests(Overloaded):
 
 
 class WrongEventLoop(_BriefError):
-    """An `Engine` was called from another event loop than its own. The call would never return."""
+    """An `Engine` was called from another event loop than its own, where the call would never return."""
 
 
 class EngineFailure(PenstockError):
-    """Penstock failed. The chained cause goes to the log, never to the client."""
+    """An error in Penstock. The chained cause is logged, but never sent to the client."""
 
     status = 500
     kind = "InternalServerError"
@@ -176,11 +176,11 @@ class EngineFailure(PenstockError):
 
 
 class StepFailed(EngineFailure):
-    """The forward pass fails for this request, even if it is alone in the batch."""
+    """The forward pass fails for this request, even when the request is computed alone."""
 
 
 class NotFinite(StepFailed):
-    """The model computed non-finite values for this request."""
+    """The model computed values for this request that are not finite (NaN or infinite)."""
 
 
 class OutOfMemory(StepFailed):
@@ -203,7 +203,7 @@ def first_error(error: Exception) -> Exception: ...
 @overload
 def first_error(error: BaseException) -> BaseException: ...
 def first_error(error: BaseException) -> BaseException:
-    """Return the first leaf of nested exception groups, or the error itself if it is no group."""
+    """Return the first exception in nested exception groups, or the error itself if it is not a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

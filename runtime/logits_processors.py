@@ -16,14 +16,15 @@ from typing import Any
 from runtime.constraint import Constraint, HostData, Output
 from runtime.errors import ConfigurationError, InvalidRequest
 
-# Called with the logits (float32 [V]), the output so far, and the request's `custom_params`.
+# Called with the logits (float32 [V]), the ids of the output so far, and the request's `custom_params`.
 Processor = Callable[[Any, list[int], Mapping[str, Any]], object]
 
 
 def load_processors(paths: Sequence[str]) -> dict[str, Processor]:
-    """Return the functions by the names that requests use. Each path is package.module.function or NAME=PATH.
+    """Import the functions. Return them by the names that requests use.
 
-    Raises `ConfigurationError` if a function cannot be imported, or if two functions have the same name.
+    Each path is package.module.function or NAME=package.module.function. Raises `ConfigurationError` if a function
+    cannot be imported, or if two functions have the same name.
     """
     found: dict[str, Processor] = {}
     for each in paths:
@@ -61,13 +62,13 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 class ProcessedLogits:
-    """A `Constraint` that calls a logits processor before each token, in addition to the inner constraint."""
+    """A `Constraint` that calls a logits processor before each token, after the inner constraint's own processors."""
 
     def __init__(self, function: Processor, params: Mapping[str, Any], inner: Constraint | None) -> None:
         self._function, self._params, self._inner = function, params, inner
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """Set the function that the sampler calls, and request the inner constraint's data."""
+        """Make the sampler call the logits processor for the next token, and request the inner constraint's data."""
         output_ids = output.ids[output.num_prompt : output.num_prompt + output.num_output]
         data.process_with(partial(self._process, output_ids))
         if self._inner is None:

@@ -1,4 +1,4 @@
-"""Images, videos and audio of a request: their sources, and what the scheduler must know about them."""
+"""Images, videos and audio of a request: their sources, and the data about them that the scheduler needs."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ NO_OPTIONS: Mapping[str, Any] = {}
 class MediaSource:
     """An image, video or audio as the client specified it, before it is read.
 
-    `content` is an http or https URL, a path, base64 text, the bytes of a file, or (from Python only) an object: a
-    Pillow image, an array, frames or samples.
+    `content` is an http or https URL, a path, base64 text or the bytes of a file. In Python, it may also be an object:
+    a Pillow image, an array, video frames or audio samples.
     """
 
     form: Form
     content: Any = field(repr=False)  # never logged
-    param: str = "image_data"  # the request's field, for errors
+    param: str = "image_data"  # field of the request, for errors
     kind: Kind = "image"
-    options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)  # for the model's processor
+    options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)  # options of the model's processor
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that the client sent for the content."""
+        """Number of bytes of the content in the client's request."""
         return len(self.content) if isinstance(self.content, str | bytes) else 0
 
 
 class PlacedMedia(NamedTuple):
-    """Consecutive tokens of a prompt whose embeddings are given."""
+    """Consecutive prompt tokens with given embeddings."""
 
     start: int  # position of the first token
-    vectors: NDArray[np.float32]  # [N, W]: embeddings, and vectors added after the first layers, if any
+    # [N, W]: embeddings, followed by vectors that the model adds after its first layers, if any.
+    vectors: NDArray[np.float32]
 
     @property
     def end(self) -> int:
@@ -56,17 +57,19 @@ class PromptMedia:
     """The encoded images, videos and audio of a prompt of P tokens."""
 
     spans: tuple[PlacedMedia, ...]  # ascending, disjoint
-    # [P], the values that the prefix tree compares: token ids. Media tokens have numbers from `placement.ABOVE_IDS` on,
-    # derived from a hash of the content and of the processor's parameters, and from the token's place in it.
+    # [P], the values that the prefix tree compares: token ids for text. For media tokens, numbers from
+    # `placement.ABOVE_IDS` on, derived from a hash of the content and the processor's options, and from the token's
+    # index in the item.
     keys: list[int]
     num_items: int  # number of images, videos and audio inputs
-    # [3, P], offset of each token's position on each axis from its index. None: positions have one axis.
+    # [3, P], for each axis and token: its position on the axis minus its index. None: positions have one axis.
     offsets: NDArray[np.int32] | None = None
-    delta: int = 0  # the offset of all tokens after the prompt
-    mutual: bool = False  # whether the tokens of a span attend to each other, so that a step must compute whole spans
+    delta: int = 0  # this offset for all tokens after the prompt
+    # Whether all tokens of a span attend to each other, so that a span must be computed in one step.
+    mutual: bool = False
 
     def span_around(self, position: int) -> PlacedMedia | None:
-        """Return the span that has tokens both before and at `position`, or None."""
+        """Return the span that contains the tokens at `position` - 1 and at `position`, or None."""
         return next((span for span in self.spans if span.start < position < span.end), None)
 
 

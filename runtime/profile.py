@@ -11,34 +11,35 @@ from pathlib import Path
 
 from runtime.errors import InvalidRequest
 
-MAX_STEPS = 1000  # per profile; each operation takes some hundred bytes of memory
+MAX_STEPS = 1000  # maximum number of steps in a profile; each operation takes some hundred bytes of memory
 MAX_FOLDER_BYTES = 4 * 1024**3
 FOLDER_VARIABLES = ("PENSTOCK_PROFILE_DIR", "SGLANG_TORCH_PROFILER_DIR", "VLLM_TORCH_PROFILER_DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """One profile. It ends automatically after `num_steps` steps."""
+    """The options of one profile. It ends automatically after `num_steps` steps."""
 
-    path: Path  # path of the trace; must not exist yet
+    path: Path  # path of the trace; no such file may exist
     num_steps: int = MAX_STEPS
     cpu: bool = True
-    gpu: bool = True  # record GPU kernels, if there is a GPU
-    with_stack: bool = False  # record Python stacks per operation, which is slow
+    gpu: bool = True  # whether to record GPU kernels, if there is a GPU
+    with_stack: bool = False  # whether to record the Python stack of each operation, which is slow
     record_shapes: bool = False
     memory: bool = False
 
 
 def profile_path(output_dir: str | None, prefix: str | None, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return a new path in the server's folder of profiles, or in its subfolder `output_dir`.
+    """Return the path of a new trace, in the server's folder of profiles or in its subfolder `output_dir`.
 
-    Creates the folder. Raises `InvalidRequest` for a folder elsewhere, or if the profiles take too much disk space.
+    Creates the folder. Raises `InvalidRequest` if it is outside the server's folder, or if profiles take too much disk
+    space.
     """
     named = next((environment[name] for name in FOLDER_VARIABLES if environment.get(name)), None)
     base = Path(named or Path(tempfile.gettempdir()) / "penstock-profiles").resolve()
     try:
         folder = (base / (output_dir or "")).resolve()
-    except ValueError:  # a name with a NUL
+    except ValueError:  # the name contains a NUL character
         folder = Path()
     if not folder.is_relative_to(base):
         raise InvalidRequest(

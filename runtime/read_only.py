@@ -1,4 +1,4 @@
-"""Classes of values that are created in every step."""
+"""A class decorator for values that are created in every step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 def read_only(cls: type[T]) -> type[T]:
-    """Make a class of immutable values, which are compared by identity. Only type checkers refuse assignments.
+    """Make a class of values that must not be changed, and that are compared by identity.
 
-    A frozen dataclass refuses them at run time too, which makes the creation of an object three times as slow.
+    Only type checkers enforce this. A frozen dataclass also refuses assignments at run time, which makes creating an
+    object three times as slow.
     """
     return dataclass(slots=True, eq=False)(cls)

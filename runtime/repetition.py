@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_PENALTY = 1e6  # larger powers would make every logit -inf
+MAX_PENALTY = 1e6  # maximum penalty; a larger one would make every logit -inf
 MAX_CACHED = 64
-SEPARATOR = b"\xff\xfe"  # occurs in no UTF-8 text, so no sequence breaker spans two tokens
+SEPARATOR = b"\xff\xfe"  # bytes that no UTF-8 text contains, so that no sequence breaker matches across two tokens
 
 
 class Breakers:
-    """Finds the tokens that end repetitions, and caches them by their texts. May be called on any thread."""
+    """Finds the tokens that end repetitions. Caches them by the texts of the breakers. May be called on any thread."""
 
     def __init__(self, bytes_of: Mapping[int, bytes], vocab_size: int, encode: Callable[[str], Sequence[int]]) -> None:
         self._bytes_of, self._vocab_size, self._encode = bytes_of, vocab_size, encode
         self._lock = threading.Lock()
         self._joined = b""
-        self._starts: list[int] = []  # start of each token in `_joined`
+        self._starts: list[int] = []  # index in `_joined` where each token starts
         self._cached: OrderedDict[tuple[str, ...], frozenset[int]] = OrderedDict()
 
     def ids(self, texts: tuple[str, ...]) -> frozenset[int]:
@@ -72,8 +72,8 @@ class Breakers:
 class DryPenalties:
     """A `Constraint` that adds DRY's penalties to the data of the inner constraint. Runs on the event loop.
 
-    With a window of 8,192 tokens, it takes 5 ms for the first token and 40 us for each further token (110 us if all
-    tokens are equal).
+    With a window of 8,192 tokens, the first token takes 5 ms and each further token 40 us (110 us if all tokens are
+    equal).
     """
 
     def __init__(self, params: SamplingParams, breaker_ids: frozenset[int], inner: Constraint | None) -> None:
@@ -103,7 +103,7 @@ class DryPenalties:
 
 
 class _Repeats:
-    """For each position of the window: how many tokens up to and including it equal the last tokens of the sequence."""
+    """For each position in the window: how many tokens that end there equal the last tokens of the sequence."""
 
     def __init__(self, ids: Sequence[int], window: int, breaker_ids: frozenset[int]) -> None:
         import numpy as np
@@ -127,16 +127,16 @@ class _Repeats:
         else:
             lengths[1:count] = (lengths[: count - 1] + 1) * (ids[1:count] == token_id)
             lengths[0] = ids[0] == token_id
-            lengths[count] = 0  # the last position repeats nothing
+            lengths[count] = 0  # the last position is the end of the sequence itself, so it repeats nothing
         ids[count] = token_id
         self._count = count + 1
 
     def biases(self, params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        """Return (token ids, biases) of the tokens that would continue a repetition, or None."""
+        """Return (token ids, biases) for the tokens that would continue a repetition, or None if there are none."""
         import numpy as np
 
         begin = max(0, self._count - self._window)
-        # A repetition within the window is not longer than its distance to the window's start.
+        # A repetition that begins before the window counts only from the window's start.
         positions = np.arange(begin, self._count - 1)
         lengths = np.minimum(self._lengths[begin : self._count - 1], positions - begin + 1)
         repeated = np.flatnonzero(lengths >= params.dry_allowed_length)
@@ -159,7 +159,8 @@ class _Repeats:
 def _common_suffixes(ids: Sequence[int], breaker_ids: frozenset[int]) -> list[int]:
     """Return, for each position, the length of the longest common suffix of ids[: position + 1] and `ids`.
 
-    A suffix ends before a breaker. The value of the last position is 0. This is the Z function of the reversed ids.
+    A common suffix contains no breaker. The value at the last position is 0. The lengths are the Z function of the
+    reversed ids.
     """
     backwards, count = ids[::-1], len(ids)
     limit = next((index for index, token_id in enumerate(backwards) if token_id in breaker_ids), count)

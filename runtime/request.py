@@ -1,4 +1,4 @@
-"""Requests and their results: immutable values that all parts of the engine read."""
+"""Requests and their results. Their values are immutable, so that all parts of the engine can read them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _request_ids = count(1)
 class LogprobParams:
     """The log-probabilities to return with the tokens."""
 
-    start: int = -1  # first prompt position to score; -1: score the output only
-    top: int = 0  # number of alternatives per position
+    start: int = -1  # index of the first prompt token with log-probabilities; -1: only output tokens have them
+    top: int = 0  # number of alternatives (the likeliest tokens) at each position
     token_ids: tuple[int, ...] = ()  # ids whose log-probabilities are returned at every position
-    text: bool = False  # whether to return the tokens' text (OpenAI APIs: text in place of ids)
+    text: bool = False  # whether the answer contains the tokens' texts (OpenAI APIs: texts instead of ids)
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= MAX_TOP_LOGPROBS:
@@ -46,31 +46,31 @@ class LogprobParams:
 
 
 class Caller(NamedTuple):
-    """The sender of a request, as far as the server knows it."""
+    """The sender of a request, and what its headers say."""
 
-    labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels` from a header
+    labels: tuple[str, ...] = ()  # values of the metric labels in `ObservePlan.request_labels`, from a header
     trace: tuple[tuple[str, str], ...] = ()  # W3C trace-context headers, if requests are traced
-    prefilled: bool = False  # whether a prefill server computes the prompt; its pages are awaited
+    prefilled: bool = False  # whether a prefill server computes the prompt, so that the engine waits for its pages
 
 
 ANONYMOUS = Caller()
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter that the engine serves. An adapter that is loaded again under the same name gets another id."""
+    """A LoRA adapter that the engine serves. If another adapter is loaded under the same name, it gets a new id."""
 
     id: int  # unique in the process
     name: str
     path: str  # folder on this machine
-    pinned: bool = False  # whether it keeps its device slot and its place in host memory
+    pinned: bool = False  # whether it keeps its device slot and is not evicted from host memory
 
 
 class Service(NamedTuple):
-    """How soon a client needs its answer, and what should stay cached for its next request."""
+    """How soon a client needs its answer, and which prefix should stay cached for its next request."""
 
-    timeout_s: float | None = None  # seconds after which the answer is useless; None: no limit
+    timeout_s: float | None = None  # seconds after which the client does not need the answer any more; None: no limit
     tier: str | None = None  # OpenAI's service tier; with priorities, it implies a priority
-    pin: str | None = None  # name under which the prompt's pages are pinned; None: they are not pinned
+    pin: str | None = None  # name under which the pages of the prompt are pinned in the cache; None: not pinned
 
 
 USUAL = Service()
@@ -80,10 +80,10 @@ class SessionParams(NamedTuple):
     """The session of a request, and the earlier request whose tokens it continues."""
 
     id: str
-    rid: str | None = None  # label of the request to continue; None: start without earlier tokens
-    offset: int = 0  # number of its tokens to keep; if negative, number to cut from the end; 0: keep all
-    replace: bool = False  # forget the session's requests after `rid`, or all requests if `rid` is None
-    drop_previous_output: bool = False  # continue only the prompt of the earlier request
+    rid: str | None = None  # label of the request to continue; None: start with no earlier tokens
+    offset: int = 0  # how many tokens of that request to keep; negative: how many to cut from its end; 0: keep all
+    replace: bool = False  # whether to forget the requests of the session after `rid`, or all if `rid` is None
+    drop_previous_output: bool = False  # whether to continue only the prompt of that request, without its output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,45 +93,46 @@ class Request:
     With `wants_embedding`, the engine generates no token, and returns the pooled vector or a classifier's scores
     (`runtime/layers/pooler.py`). `id` is assigned by Penstock and unique in the process. `label` is the client's name
     for the request (`rid`). Two running requests of one owner have different labels. `owner` names the client, which
-    may end its own requests by their labels.
+    may abort its own requests by their labels.
     """
 
     text: str | None = None
     second_text: str | None = None  # second text of a pair for a cross-encoder
     ids: tuple[int, ...] | None = None
-    second_start: int | None = None  # index in `ids` of the second text's first token, if the tokenizer marks it
+    second_start: int | None = None  # index in `ids` where the second text begins, if the tokenizer marks it
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: LogprobParams | None = None
     returns_ids: bool = False  # whether the first chunk of each choice contains the prompt's ids
-    add_special_tokens: bool = True  # False for chats, whose template writes special tokens itself
-    truncate: bool = False  # cut a prompt that is too long in place of refusing it
-    cut_output: bool = False  # lower `max_new_tokens` to what fits in place of refusing
-    # Keep this number of tokens at the end of the prompt; -1: all that fit beside the output; None: keep all.
+    add_special_tokens: bool = True  # False for chats, because their template writes special tokens itself
+    truncate: bool = False  # whether to cut a prompt that is too long, instead of refusing it
+    cut_output: bool = False  # whether to lower `max_new_tokens` to what fits, instead of refusing the request
+    # Keep this number of tokens at the end of the prompt; -1: as many as fit with the output; None: keep all.
     keep_last: int | None = None
     wants_embedding: bool = False
-    returns_hidden: bool = False  # whether the last chunk of each choice contains the hidden states of its tokens
-    num_with_hidden: int = 1  # number of requests with hidden states in the same call; they share one size limit
-    # The last chunk of each choice has the routed experts of the tokens from this index on. None: not requested.
+    returns_hidden: bool = False  # whether the last chunk of each choice contains the hidden states of all its tokens
+    num_with_hidden: int = 1  # number of requests of the same call that return hidden states and share one size limit
+    # The last chunk of each choice contains the routed experts of the tokens from this index on. None: not requested.
     experts_from: int | None = None
     grammar: Grammar | None = None  # grammar of the output, from which the engine creates the constraint
     # (`cache_salt`, `extra_key`). Requests share cached prefixes only within one namespace.
     namespace: tuple[str | None, str | None] | None = None
-    # Integers by name that layers read for the request's rows, for example an adapter's index. Default: 0.
+    # Name -> integer that layers read for the request's rows, for example the slot of an adapter. The default is 0.
     row_values: Mapping[str, int] = field(default_factory=dict)
-    lora: str | None = None  # name of an adapter
-    adapter: Adapter | None = None  # the adapter with this name, set by the engine
-    priority: int | None = None  # None: the priority of the service tier, or after all requests with a priority
+    lora: str | None = None  # name of an adapter, or None
+    adapter: Adapter | None = None  # the adapter of this name, set by the engine
+    priority: int | None = None  # None: the priority of the service tier, or else below all priorities
     service: Service = USUAL
     session: SessionParams | None = None
-    follows: bool = False  # an earlier prompt of the same call was admitted; a full queue admits this one
-    shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps
+    # Whether an earlier prompt of the same call was admitted, so that this one is admitted even to a full queue.
+    follows: bool = False
+    shown_special_ids: frozenset[int] = frozenset()  # special tokens that are shown even with `skip_special_tokens`
     thinking: ThinkingLimit | None = None  # limit of the reasoning block, enforced by the constraint
-    # Images in the order of their placeholders in the text. Becomes () when `prompt_media` holds the encoded images.
+    # Media in the order of their placeholders in the text. Becomes () when `prompt_media` has the encoded media.
     media: tuple[MediaSource, ...] = ()
     prompt_media: PromptMedia | None = None
-    constraint: Constraint | None = None  # created from a grammar, or by Penstock itself
+    constraint: Constraint | None = None  # created from the grammar, or by Penstock itself
     on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; set only by callers in this process
-    counted: bool = True  # whether request metrics count it; False for health checks
+    counted: bool = True  # whether metrics count the request; False for health checks
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""
     caller: Caller = ANONYMOUS
@@ -139,17 +140,17 @@ class Request:
 
     @property
     def returns_parts(self) -> bool:
-        """Whether the answer has the hidden states or the routed experts of tokens."""
+        """Whether the answer contains hidden states or routed experts of tokens."""
         return self.returns_hidden or self.experts_from is not None
 
     @property
     def cuts(self) -> bool:
-        """Whether the request cuts a prompt that is too long."""
+        """Whether the request wants a prompt that is too long to be cut."""
         return self.truncate or self.keep_last is not None
 
 
 def renewed(request: Request, ids: tuple[int, ...]) -> Request:
-    """Return a new request for other token ids, with the same parameters. Its `id` and `label` are new."""
+    """Return a new request with the same parameters, a new `id` and `label`, and these token ids."""
     return replace(request, ids=ids, label=uuid4().hex, id=next(_request_ids))
 
 
@@ -173,24 +174,24 @@ class Finish(NamedTuple):
     """The reason why a sequence ended."""
 
     kind: Literal["stop", "length", "abort"]
-    matched: int | str | None = None  # for "stop": the token id or string that matched
+    matched: int | str | None = None  # for "stop": the stop token id or stop string that matched
     length: int | None = None  # for "length": the limit that was reached
     message: str | None = None  # for "abort": the reason
 
 
 class DraftCounts(NamedTuple):
-    """How many draft tokens were proposed and accepted, and in how many rows.
+    """Counts of rows with draft tokens, and of the draft tokens that were proposed and accepted.
 
-    One row with draft tokens is one verification.
+    Verifying the draft tokens of one row counts as one verification.
     """
 
-    verified: int = 0  # rows with draft tokens
+    verified: int = 0  # number of verified rows with draft tokens
     proposed: int = 0
     accepted: int = 0
-    histogram: tuple[int, ...] = ()  # number of rows by number of accepted draft tokens, starting at 0
+    histogram: tuple[int, ...] = ()  # [i]: number of rows in which i draft tokens were accepted
 
     def plus(self, num_proposed: int, num_accepted: int) -> DraftCounts:
-        """Return the counts with one more verified row."""
+        """Return the counts after one more verified row."""
         histogram = [*self.histogram, *[0] * (num_accepted + 1 - len(self.histogram))]
         histogram[num_accepted] += 1
         return DraftCounts(
@@ -199,9 +200,9 @@ class DraftCounts(NamedTuple):
 
     @property
     def accept_length(self) -> float:
-        """Average number of tokens from a row with draft tokens: the accepted draft tokens and one sampled token.
+        """Average number of output tokens of a row with draft tokens: its accepted draft tokens and one sampled token.
 
-        0 without such rows.
+        0 if there was no such row.
         """
         return 1 + self.accepted / self.verified if self.verified else 0.0
 
@@ -211,7 +212,7 @@ class DraftCounts(NamedTuple):
         return self.accepted / self.proposed if self.proposed else 0.0
 
     def as_meta(self) -> dict[str, Any]:
-        """Return the fields of `meta_info`, with the names of SGLang."""
+        """Return these counts as fields of `meta_info`, with SGLang's names."""
         return {
             "spec_verify_ct": self.verified,
             "spec_accept_length": self.accept_length,
@@ -228,19 +229,19 @@ class Usage(NamedTuple):
     prompt: int
     output: int
     cached: int
-    drafts: DraftCounts | None = None  # None: no draft tokens were verified
+    drafts: DraftCounts | None = None  # None: no draft tokens have been verified
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of N consecutive tokens. Pairs are (log-probability, token id)."""
+    """Log-probabilities of N consecutive tokens. A pair is (log-probability, token id)."""
 
-    chosen: list[tuple[float | None, int]]  # [N]; None for the first token of a text
+    chosen: list[tuple[float | None, int]]  # [N]; the log-probability is None for the first token of a text
     top: list[list[tuple[float, int]] | None]  # [N], or empty if not requested
     requested: list[list[tuple[float, int]] | None]  # [N], or empty if not requested
 
 
 def joined(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
-    """Return the log-probabilities of both parts, in order. None: there are no tokens."""
+    """Return the log-probabilities of both parts, in order, or None if both are None."""
     if first is None or second is None:
         return first or second
     return Logprobs(first.chosen + second.chosen, first.top + second.top, first.requested + second.requested)
@@ -250,7 +251,7 @@ class TokenParts:
     """The hidden states or the routed experts of a choice's computed tokens, from index `start` on.
 
     Each token has an array: its hidden state, float32 [E], or its routed experts, int16 [L, k]. The scheduler adds the
-    arrays of each step. Other threads may read meanwhile.
+    arrays after each step, and other threads may read them at the same time.
     """
 
     __slots__ = ("_parts", "end", "start")
@@ -258,7 +259,7 @@ class TokenParts:
     def __init__(self, start: int = 0) -> None:
         self._parts: list[tuple[int, NDArray[Any]]] = []
         self.start = start
-        self.end = start  # index after the last token that has an array
+        self.end = start  # index after the last token whose array was added
 
     def add(self, start: int, values: NDArray[Any]) -> None:
         """Add the arrays [N, ...] of the tokens from index `start` on. Earlier arrays of these tokens are replaced."""
@@ -285,7 +286,7 @@ class TokenParts:
         return whole
 
     def last(self, count: int) -> NDArray[Any] | None:
-        """Return the array of the last computed token before index `count`, or None."""
+        """Return the array of the last token before index `count`, or None if it was not computed."""
         index = min(count, self.end) - 1
         parts = ((start, values) for start, values in reversed(self._parts) if start <= index < start + len(values))
         start, values = next(parts, (0, None))
@@ -293,7 +294,7 @@ class TokenParts:
 
 
 class Parts(NamedTuple):
-    """The hidden states and the routed experts of a choice's computed tokens. None: not requested."""
+    """The hidden states and the routed experts of a choice's tokens. A field is None if it was not requested."""
 
     hidden: TokenParts | None
     experts: TokenParts | None
@@ -314,25 +315,25 @@ class Delta(NamedTuple):
 
     request_id: int
     index: int
-    ids: list[int]  # new token ids, including a token that matched a stop id
+    ids: list[int]  # new token ids, including a stop token that ended the choice
     finish: Finish | None
     usage: Usage
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
-    parts: Parts | None = None  # of the tokens computed so far, if requested
+    parts: Parts | None = None  # parts of all tokens computed so far, if requested
 
 
 class Chunk(NamedTuple):
     """A piece of one choice's output, produced by the detokenizer."""
 
     index: int  # index of the choice
-    text: str  # new text since the last chunk of this choice
-    ids: list[int]  # new token ids
+    text: str  # text since the last chunk of this choice
+    ids: list[int]  # token ids since this chunk
     finish: Finish | None
     usage: Usage
     logprobs: Logprobs | None = None  # log-probabilities of the new ids
     prompt_logprobs: Logprobs | None = None  # only in the first chunk
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
     prompt_ids: tuple[int, ...] | None = None  # only in the first chunk, if the request returns ids
-    parts: Parts | None = None  # with the finish, if requested; may have arrays of further tokens
+    parts: Parts | None = None  # with the finish, if requested; may also contain arrays of later tokens

@@ -1,8 +1,8 @@
 """The declarations of all sampling parameters.
 
-Derived from the declarations are: the JSON checks of every API and the names in their errors (`serve.calls.sampling`),
-the check of `--preferred-sampling-params`, the values taken from generation_config.json, docs/sampling.md, and the
-arrays with one value per row that reach the sampler (`ROW_ARRAYS`).
+Other parts use these declarations: the JSON checks of every API and the names in their errors (`serve.calls.sampling`),
+the check of `--preferred-sampling-params`, the defaults from generation_config.json, docs/sampling.md, and the arrays
+that pass one value per row to the sampler (`ROW_ARRAYS`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MAX_INT32 = 2**31 - 1
 MAX_DRY_WINDOW = 8192
 MAX_BREAKERS = 16
 MAX_BREAKER_CHARS = 40
-TOP_K_OFF = 2**30  # larger than any vocabulary
+TOP_K_OFF = 2**30  # top_k value for "off"; larger than any vocabulary
 
 Api = Literal["native", "chat", "completions"]
-APIS: Mapping[Api, str] = {  # route of each API
+APIS: Mapping[Api, str] = {  # API -> its route
     "native": "/generate",
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
@@ -41,20 +41,20 @@ APIS: Mapping[Api, str] = {  # route of each API
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The name of a parameter in one API, and its default in this API if that differs."""
+    """The names of a parameter in one API, and its default in this API if that differs."""
 
-    # Its names in JSON requests. If a request sets several, the first one counts. Empty: the parameter's own name.
+    # Names in JSON requests. If a request sets several of them, the first one counts. Empty: the parameter's own name.
     names: tuple[str, ...] = ()
-    default: Any = ...  # ...: the parameter's own default
-    low: float | None = None  # lower limit in this API; None: the parameter's own limit
+    default: Any = ...  # `...`: the parameter's own default
+    low: float | None = None  # lower limit in this API; None: the parameter's own lower limit
 
 
 class RowArray(NamedTuple):
-    """A parameter that is passed to the sampler as an array with one value per sampled position."""
+    """How a parameter is passed to the sampler: as an array with one value per sampled position."""
 
     dtype: Literal["float32", "int32"]
-    neutral: float  # value without effect, used for rows that have the parameter's default
-    when_greedy: bool = False  # whether greedy rows use it too; otherwise they get the neutral value
+    neutral: float  # value without effect; rows with the parameter's default have this value
+    when_greedy: bool = False  # whether greedy rows use the parameter too; if not, they get the neutral value
 
 
 EVERYWHERE: Mapping[Api, Taken] = dict.fromkeys(APIS, Taken())
@@ -63,27 +63,27 @@ NATIVE: Mapping[Api, Taken] = {"native": Taken()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """The declaration of a parameter, except its name, type and default."""
+    """The declaration of a parameter, without its name, type and default."""
 
     help: str = field(kw_only=False)
     low: float = -math.inf
     high: float = math.inf
-    above_low: bool = False  # exclude `low` itself
+    above_low: bool = False  # whether `low` itself is out of range
     apis: Mapping[Api, Taken] = field(default_factory=lambda: EVERYWHERE)
-    json: Any = None  # annotation of its JSON value, if that differs (see `serve.calls.decode`)
-    read: Callable[[Any], Any] | None = None  # converts this JSON value to the parameter's type
-    from_model: bool = False  # whether generation_config.json may set its default (OpenAI APIs)
+    json: Any = None  # type annotation of its JSON value, if that differs (see `serve.calls.decode`)
+    read: Callable[[Any], Any] | None = None  # converts the JSON value to the parameter's type
+    from_model: bool = False  # whether generation_config.json may set the default (OpenAI APIs)
     row_array: RowArray | None = None
 
     @property
     def limits(self) -> str:
-        """The range in words, or an empty text if there is none."""
+        """The allowed range in words, or an empty text if there is no limit."""
         if self.high < MAX_INT32:
             return f"in {'(' if self.above_low else '['}{self.low:.15g}, {self.high:.15g}]"
         return f"at least {self.low:.15g}" if self.low > -math.inf and self.high == MAX_INT32 else ""
 
     def check(self, name: str, value: float) -> None:
-        """Raise `InvalidRequest` that names the parameter if the number is out of range."""
+        """Raise `InvalidRequest`, which names the parameter, if the number is out of range."""
         if math.isfinite(value) and self.low <= value <= self.high and not (self.above_low and value == self.low):
             return
         words = f"at most {self.high}" if self.high >= MAX_INT32 and value > self.high else self.limits
@@ -102,12 +102,12 @@ def _biases(value: Mapping[str, float]) -> dict[int, float]:
 
 
 def _max_drafts(value: int | bool) -> int | None:
-    """Return a number of draft tokens. True means the server's own number (None)."""
+    """Return the maximum number of draft tokens. None is the server's own number, which the client requests by True."""
     return (None if value else 0) if isinstance(value, bool) else value
 
 
 def _top_k(value: int) -> int:
-    """Return a number of tokens. 0 means all tokens, as in vLLM and transformers."""
+    """Return top_k. 0 means all tokens, as in vLLM and transformers."""
     return value or -1
 
 
@@ -116,7 +116,7 @@ def _schema_text(value: str | Mapping[str, Any]) -> str:
 
 
 def _also_called(name: str, *others: str) -> Mapping[Api, Taken]:
-    """Accept the parameter by its own name. In the OpenAI APIs, also accept the names of vLLM and llama.cpp."""
+    """Accept the parameter by its own name, and in the OpenAI APIs also by the names of vLLM and llama.cpp."""
     return {api: Taken() if api == "native" else Taken(names=(name, *others)) for api in APIS}
 
 
@@ -128,9 +128,9 @@ def param(default: Any, help: str, **spec: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters that choose tokens and end generation. Names are those of the native API.
+    """Parameters that decide how tokens are chosen and when generation ends. Names are those of the native API.
 
-    Raises `InvalidRequest` that names the parameter if a value is out of range.
+    Raises `InvalidRequest`, which names the parameter, if a value is out of range.
     """
 
     max_new_tokens: int | None = param(
@@ -391,7 +391,7 @@ class SamplingParams:
         return self.temperature < 1e-6 or self.top_k == 1
 
     def non_neutral_values(self) -> list[tuple[str, float]]:
-        """Return (name, value) of each row array for which this request has a value with an effect."""
+        """Return (name, value) for each row array whose value in this request is not the neutral one."""
         greedy = self.greedy
         return [
             (name, value)
@@ -458,7 +458,7 @@ class SamplingParams:
                 raise InvalidRequest(f"logit_bias of token {token_id} is not a usable number.", param="logit_bias")
 
 
-NOT_BUILT = (  # parameters that no API supports yet; the value 0 turns a parameter off
+NOT_BUILT = (  # parameters that no API supports yet; requests may only set them to 0, which turns them off
     "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
     "eta_cutoff", "smoothing_factor", "dynatemp_range", "no_repeat_ngram_size",
 )  # fmt: skip
@@ -466,7 +466,7 @@ GRAMMARS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", 
 
 
 def grammars_of(sampling: SamplingParams) -> list[Grammar]:
-    """Return the grammars that the parameters specify. A request may have only one."""
+    """Return the grammars that the parameters specify. (A request may have only one.)"""
     found = []
     for kind in GRAMMARS:
         value = getattr(sampling, kind)
@@ -480,7 +480,7 @@ class Parameter(NamedTuple):
     """A declared parameter."""
 
     name: str
-    json: Any  # annotation of its JSON value
+    json: Any  # type annotation of its JSON value
     default: Any
     spec: ParamSpec
 
@@ -510,7 +510,7 @@ def parameters() -> tuple[Parameter, ...]:
 
 
 _RANGED = tuple((p.name, p.spec) for p in parameters() if p.spec.low > -math.inf)
-# Parameters that reach the sampler as arrays. A step omits arrays that are neutral for all rows.
+# Parameters that the sampler gets as arrays. A step omits arrays that are neutral for all rows.
 ROW_ARRAYS: Mapping[str, RowArray] = {p.name: p.spec.row_array for p in parameters() if p.spec.row_array}
 _ROW_DEFAULTS = {p.name: p.default for p in parameters() if p.spec.row_array}
 # Parameters that generation_config.json may set.

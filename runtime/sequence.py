@@ -15,13 +15,13 @@ from runtime.speculative.ngram import NgramDrafter
 
 
 class Sequence:
-    """One choice of a request: its known tokens, its counts of pending and computed tokens, and its pages.
+    """One choice of a request: its known tokens, its numbers of pending and computed tokens, and its pages.
 
-    `ids` has the prompt and every output token known to the host. `num_pending` counts the tokens that steps in flight
-    will sample; they have a position but no id yet. `num_computed` counts the tokens whose KV is in `pages` after the
-    launched steps. A step computes positions [num_computed, len(ids) + num_pending), or a part of them. This one rule
-    covers prefill, decode and recomputation. While a row with draft tokens is in flight, both counts are upper bounds,
-    which are exact if all draft tokens are accepted.
+    `ids` has the prompt and every output token whose id the host knows. `num_pending` is the number of tokens that
+    steps in flight will sample; they have a position but no id yet. `num_computed` is the number of tokens whose KV
+    will be in `pages` after all launched steps. A step computes the positions [num_computed, len(ids) + num_pending),
+    or the first of them. Prefill, decode and recomputation all follow this rule. While a row with draft tokens is in
+    flight, both numbers are upper bounds: they are exact if all draft tokens are accepted.
     """
 
     __slots__ = (
@@ -72,43 +72,47 @@ class Sequence:
         urgency: int = 0,
     ) -> None:
         self.request = request
-        self.index = index  # index of the choice among the request's n choices
+        self.index = index  # index among the n choices of the request
         self.sampling: SamplingParams = request.sampling
         self.ids: list[int] = list(ids)
         self.num_prompt = len(self.ids)
-        self.media = request.prompt_media  # images of the prompt, or None
-        self.max_tokens = max_tokens  # maximum length of prompt and output together; at most the context length
-        self.banned_ids = banned_ids  # never sampled
-        self.stop_ids = stop_ids  # sampling one of them ends the sequence; empty with ignore_eos
-        self.seed = seed  # 64 bits; seed and output position determine every random number
+        self.media = request.prompt_media  # encoded media of the prompt, or None
+        # Maximum number of tokens of prompt and output together; at most the context length.
+        self.max_tokens = max_tokens
+        self.banned_ids = banned_ids  # token ids that are never sampled
+        self.stop_ids = stop_ids  # token ids that end the sequence when sampled; empty with ignore_eos
+        self.seed = seed  # 64-bit seed; it and the output position determine every random number
         constraint = request.constraint
         self.constraint = None if constraint is None else SequenceConstraint(constraint, index)
         self.num_computed = 0
         self.num_pending = 0
-        self.num_drafted = 0  # draft tokens in flight, which are part of the pending tokens
+        self.num_drafted = 0  # draft tokens in flight, which `num_pending` includes
         self.drafter: NgramDrafter | ModelDrafter | ChainDrafter | None = (
-            None  # None: rows of this sequence have no draft tokens
+            None  # None: rows of this sequence never have draft tokens
         )
-        self.draft_counts: DraftCounts | None = None  # None: no row with draft tokens was verified
-        self.num_superseded = 0  # number of the oldest results in flight to ignore, because their tokens were forced
-        self.num_undelivered = 0  # number of forced tokens at the end of `ids` that no Delta contains yet
-        self.num_cached = -1  # cached prompt tokens at the first admission; -1 before it
-        self.num_retracted = 0  # computed tokens at the last retraction; 0 after the sequence runs again
-        self.num_shared = 0  # number of leading tokens whose pages the prefix tree owns
+        self.draft_counts: DraftCounts | None = None  # None: no draft tokens of this sequence were verified
+        # How many of the oldest results in flight to ignore, because their tokens were forced meanwhile.
+        self.num_superseded = 0
+        self.num_undelivered = 0  # number of forced tokens at the end of `ids` that are in no Delta yet
+        self.num_cached = -1  # number of cached prompt tokens at the first admission; -1 before it
+        # Number of computed tokens at the last retraction; 0 after the sequence was admitted again.
+        self.num_retracted = 0
+        self.num_shared = 0  # number of leading tokens whose pages belong to the prefix tree
         self.pages: list[int] = []
-        self.page_keys: list[bytes] = []  # keys of its first full pages, computed on demand (`page_keys.py`)
-        self.locked_node: Any = None  # node of the prefix tree where the shared pages end
-        self.sequence_index = -1  # row in the request tables and in device state while running
+        self.page_keys: list[bytes] = []  # keys of its first full pages, extended on demand (`page_keys.py`)
+        self.locked_node: Any = None  # node of the prefix tree where the shared pages end; locked by this sequence
+        self.sequence_index = -1  # while running: row in the scheduler's and in the device's tables; otherwise -1
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages
-        self.urgency = urgency  # with priorities, a higher urgency runs first
+        self.urgency = urgency  # with priorities, sequences with a higher urgency run first
         start = request.logprobs.start if request.logprobs is not None else -1
-        self.next_logprob = start if start >= 0 else self.num_prompt  # next prompt position to score
-        self.prompt_logprobs: Logprobs | None = None  # collected until the first output
+        # Next prompt position whose log-probability is missing.
+        self.next_logprob = start if start >= 0 else self.num_prompt
+        self.prompt_logprobs: Logprobs | None = None  # collected until the first output, then sent
         self.parts = Parts.of(request)
 
     def restarted(self) -> Sequence:
-        """Return a copy that has only the prompt, for another scheduler."""
+        """Return a copy with only the prompt, for another scheduler."""
         return Sequence(
             self.request,
             self.index,
@@ -123,7 +127,7 @@ class Sequence:
 
     @property
     def keys(self) -> list[int]:
-        """The values that the prefix tree compares: the known tokens, with image keys in place of image tokens."""
+        """The values that the prefix tree compares: the ids of the known tokens, with hash values for media tokens."""
         return self.ids if self.media is None else self.media.keys + self.ids[self.num_prompt :]
 
     @property
@@ -133,7 +137,7 @@ class Sequence:
 
     @property
     def next_host_data(self) -> HostData:
-        """Host data for the token after the known ones. Raises `RuntimeError` without a constraint."""
+        """Host data for the token after the known ones. Raises `RuntimeError` if the sequence has no constraint."""
         if self.constraint is None:
             raise RuntimeError(f"{self!r} has no constraint.")
         return self.constraint.data_after(len(self.ids) - self.num_prompt, self.ids, self.num_prompt)

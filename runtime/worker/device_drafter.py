@@ -22,27 +22,29 @@ from runtime.worker.drafts import with_device_ids
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 
-MISSING = 62  # maximum number of a sequence's entries that may be missing; with more, a step computes them
+# If more cache entries of a sequence are missing, a step computes the last of them, even without draft tokens.
+MISSING = 62
 
 Longs = NDArray[np.int64]
 
 
 class _Rows(NamedTuple):
-    """The entries that a step of the drafter computes: begins .. ends - 1 of each of the target's rows in `rows`."""
+    """The cache entries that a step of the drafter computes: begins[i] .. ends[i] - 1 of the target's row rows[i]."""
 
-    rows: Longs  # [R], rows of the target's batch
+    rows: Longs  # [R], rows in the target's batch
     begins: Longs  # [R]
     ends: Longs  # [R]
-    from_batch: NDArray[np.bool_]  # [R], whether tokens are read from the target's step; if not, stored ones are read
+    # [R], whether tokens are read from the target's step (True) or from the stored ones (False).
+    from_batch: NDArray[np.bool_]
 
 
 class DeviceDrafter:
-    """A draft model or draft head on a GPU. Its KV cache has the same pages as the target's.
+    """A draft model or draft head on a GPU. Its KV cache uses the same page ids as the target's.
 
     *Entry* q of the cache is computed from the token at position q. For a draft head, it is computed from the target's
-    state at q and the token at q + 1 (`shift` = 1). The last tokens and states of each sequence are stored on the
-    device, because only the device knows which draft tokens were accepted. The host knows lower bounds on the numbers
-    of computed entries, so a step may compute some entries again.
+    state at q and the token at q + 1 (`shift` = 1). Only the device knows which draft tokens were accepted, so it
+    stores the last tokens and states of each sequence. The host knows only lower bounds on the numbers of computed
+    entries, so a step may compute some entries again.
 
     A step does the following:
 
@@ -50,8 +52,8 @@ class DeviceDrafter:
                   entry for each further draft token
         observe   (for a draft head) computes the entries of prompts, and stores the target's states of the step
 
-    All steps of the drafter go through `forward`, which replays CUDA graphs. The ids go into the target's step without
-    a copy to the host.
+    All steps of the drafter go through `forward`, which replays CUDA graphs. The proposed ids are written into the
+    target's step on the device, without a copy to the host.
     """
 
     def __init__(
@@ -67,24 +69,25 @@ class DeviceDrafter:
         self._model, self._pool, self._sampler, self._forward = model, pool, sampler, forward
         self._head = model if isinstance(model, DraftHead) else None
         self._shift = int(self._head is not None)
-        self._kept = kept = MISSING + max_drafts + 2  # position p is stored at index p % `kept`
+        self._kept = kept = MISSING + max_drafts + 2  # the value of position p is stored at index p % `kept`
         self._stagings = [Staging(device) for _ in range(max_drafts + 1)]
         where = device.torch_device
         with torch.inference_mode(), device.forward():
             self._last_tokens = torch.zeros(
                 num_sequences, dtype=torch.int64, device=where
-            )  # argument of `prepare`, not used
+            )  # an argument of `prepare` that is not used here
             self._ids = torch.zeros(num_sequences, kept, dtype=torch.int64, device=where)
             size = model.hidden_size if self._head is not None else 0
             self._states = torch.zeros(num_sequences, kept, size, dtype=model.dtype, device=where)
-        # Number of computed entries by sequence index. A lower bound while draft tokens are in flight.
+        # By sequence index: number of computed entries, or a lower bound while draft tokens are in flight.
         self._computed = np.zeros(num_sequences, np.int64)
-        self._starts = np.zeros(num_sequences, np.int64)  # first position of the newest row
-        self._ends = np.zeros(num_sequences, np.int64)  # upper bound on the position after the newest row
+        self._starts = np.zeros(num_sequences, np.int64)  # by sequence index: first position of the newest row
+        # By sequence index: upper bound on the position after the newest row.
+        self._ends = np.zeros(num_sequences, np.int64)
 
     @property
     def pool(self) -> KVPool:
-        """The KV pool. It has the same pages as the target's pool."""
+        """The KV pool of the drafter. It has the same page ids as the target's pool."""
         return self._pool
 
     @property
@@ -94,13 +97,13 @@ class DeviceDrafter:
 
     @property
     def reads_states(self) -> bool:
-        """Whether it is a draft head, which reads the target's states."""
+        """Whether the drafter is a draft head, which reads the target's states."""
         return self._head is not None
 
     def propose(self, batch: Batch, inputs: StepInputs, lengths: Tensor) -> StepInputs:
         """Return the inputs of the target's step with proposed ids in place of `DRAFT`.
 
-        `lengths`, int32 by sequence index, has the exact starts of rows with unknown starts.
+        `lengths`, int32 by sequence index, has the exact starts of the rows whose starts the host does not know.
         """
         token_ids = inputs.forward.token_ids
         self._store(batch, inputs, self._ids, token_ids)
@@ -114,10 +117,10 @@ class DeviceDrafter:
         return with_token_ids(inputs, token_ids)
 
     def observe(self, batch: Batch, inputs: StepInputs, states: Tensor) -> None:
-        """Take the target's states of a step's tokens, [T, 3E] or [T, E]. Does nothing for a draft model."""
+        """Process the target's states of a step's tokens, [T, 3E] or [T, E]. Does nothing for a draft model."""
         if self._head is None:
             return
-        # A copy, because graphs of this step's drafter may overwrite the results of the target's graph.
+        # A copy, because the drafter's own graphs may overwrite the results of the target's graph.
         states = self._head.project(states.clone())
         is_prompt = _is_prompt(batch)
         [prompts] = np.nonzero(is_prompt)
@@ -135,11 +138,12 @@ class DeviceDrafter:
         self._store(batch, inputs, self._states, states)
 
     def _missing(self, batch: Batch, drafted: Ints) -> _Rows:
-        """Return the entries that this step must compute before it proposes, and note them as computed."""
+        """Return the entries that must be computed before this step's draft tokens, and record them as computed."""
         indices, starts = batch.sequence_indices, batch.starts.astype(np.int64)
         unknown = np.zeros(len(starts), np.bool_) if batch.unknown_starts is None else batch.unknown_starts
         is_prompt, shift = _is_prompt(batch), self._shift
-        # A row that does not continue the newest row of its index belongs to a new sequence or follows cached pages.
+        # A row that does not begin within or right after the newest row of its sequence index belongs to a new sequence
+        # or follows cached pages.
         continues = (self._starts[indices] <= starts) & (starts <= self._ends[indices])
         continues &= ~is_prompt | (starts != self._starts[indices])
         fresh = ~unknown & ~continues
@@ -149,7 +153,7 @@ class DeviceDrafter:
         computed = self._computed[indices]
         wanted = ~is_prompt & (starts - computed > MISSING)
         wanted[drafted] = True
-        lasts = starts + 1 - shift  # the entries before this one are needed to propose
+        lasts = starts + 1 - shift  # all entries before these ones are needed to propose
         begins = np.minimum(np.maximum(computed, lasts - MISSING - 1), np.where(unknown, computed, lasts - 1)).clip(0)
         self._computed[indices[wanted]] = np.where(unknown, computed + 1, lasts)[wanted]
         if self._head is None:
@@ -170,13 +174,14 @@ class DeviceDrafter:
         counts: Ints,
         lengths: Tensor,
     ) -> Tensor:
-        """Compute the entries of `todo`, then the draft tokens. Return the target's token ids with them, int64 [T]."""
+        """Compute the entries `todo`, then propose draft tokens. Return the target's token ids with them, int64 [T]."""
         step, places = self._step(batch, todo)
         firsts = batch.counts.cumsum() - batch.counts
         if len(rows):
             own = np.searchsorted(todo.rows, rows).astype(np.int32)
             begins = step.counts.cumsum(dtype=np.int64)[own] - step.counts[own]
-            base = begins - self._shift - todo.begins[own]  # base + the row's start: index of the entry that proposes
+            # Base + the start of the row = index of the entry that yields the first draft token.
+            base = begins - self._shift - todo.begins[own]
             starts = batch.starts[rows].astype(np.int64)
             step = replace(step, sampling=draft_sampling(batch, rows, 1, own, (base + starts).astype(np.int32)))
             places |= {"base": base, "starts": starts, "sequences": batch.sequence_indices[rows].astype(np.int64)}
@@ -201,13 +206,14 @@ class DeviceDrafter:
         return token_ids
 
     def _step(self, batch: Batch, todo: _Rows) -> tuple[Batch, dict[str, np.ndarray]]:
-        """Return the drafter's step that computes these entries, and arrays with the places of its inputs."""
+        """Return the drafter's step that computes these entries, and arrays that say where its inputs are."""
         rows, begins, ends, from_batch = todo
         counts = ends - begins
         owners = np.repeat(np.arange(len(rows)), counts)
         entries = np.arange(len(owners)) + np.repeat(begins - counts.cumsum() + counts, counts)
         firsts = (batch.counts.cumsum() - batch.counts)[rows]
-        flat = (firsts - batch.starts[rows])[owners] + entries  # index into [T] of the token at the entry's position
+        # Index into [T] of the token at the position of the entry.
+        flat = (firsts - batch.starts[rows])[owners] + entries
         own = from_batch[owners]
         step = replace(
             batch,
@@ -238,7 +244,7 @@ class DeviceDrafter:
         lengths: Tensor,
         number: int,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Compute a step of the drafter. Return the ids at the sampled positions, its states there, and "targets".
+        """Compute a step of the drafter. Return the ids at its sampled positions, its states there, and "targets".
 
         Returns None if the step samples nothing. If `places` has "kept", each row computes one of the proposed `ids`
         with the drafter's own `states`. Otherwise `ids` and `states` are those of the target's step.
@@ -274,7 +280,7 @@ class DeviceDrafter:
     def _read(
         self, stored: Tensor, places: Mapping[str, Tensor], of_step: Tensor | None, name: str, shift: int
     ) -> Tensor:
-        """Return the tokens or states that a step's entries read: from `of_step` if it has them, else from `stored`."""
+        """Return the tokens or states that entries need: from `of_step` if present, else from `stored`."""
         kept = stored[places["owners"], (places["entries"] + shift) % self._kept]
         if of_step is None:
             return kept
@@ -288,7 +294,7 @@ class DeviceDrafter:
         return hidden if self._head is None else self._head.states
 
     def _choose(self, hidden: Tensor, step: Batch, inputs: StepInputs) -> Tensor:
-        """Choose a token for each of the hidden states [N, E], in the same way as the target. Return int64 [N]."""
+        """Choose a token for each of the hidden states [N, E] as the target would. Return int64 [N]."""
         logits = self._model.logits(hidden)
         token_map = None if self._head is None else self._head.token_ids
         if self._head is not None and token_map is not None:
@@ -297,7 +303,7 @@ class DeviceDrafter:
         return self._sampler.sample(logits, step, inputs.samples.more).ids
 
     def _store(self, batch: Batch, inputs: StepInputs, stored: Tensor, values: Tensor) -> None:
-        """Store the values [T, ...] of the step's last tokens of each row."""
+        """Store the values [T, ...] of the last tokens of each row."""
         ends, kept = batch.counts.cumsum(), self._kept
         parts = [slice(0, int(ends[-1]))]
         if int(batch.counts.max()) > kept:
@@ -308,7 +314,7 @@ class DeviceDrafter:
 
 
 def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
-    """Return a step's inputs with these token ids, int64 [T], also in the arrays that contain draft tokens."""
+    """Return a step's inputs with the token ids int64 [T], which also replace DRAFT in the arrays with draft tokens."""
     samples, more = inputs.samples, inputs.samples.more
     if samples.drafts is not None:
         samples = samples._replace(drafts=with_device_ids(samples.drafts, token_ids))
@@ -317,7 +323,7 @@ def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
 
 
 def _is_prompt(batch: Batch) -> NDArray[np.bool_]:
-    """Return which rows are prompts, bool [B]: rows with several tokens and without draft tokens."""
+    """Return, for each row, whether it is a prompt: it has several tokens, none of which is a draft token. Bool [B]."""
     found = batch.counts > 1
     if batch.drafts is not None:
         found[batch.drafts.rows] = False

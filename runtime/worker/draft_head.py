@@ -18,7 +18,8 @@ from runtime.worker.draft_model import NO_ALTERNATIVES, NO_BATCH, draft_sampling
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
-MISSING = 62  # a sequence gets draft tokens only if at most this number of its cache entries are missing
+# If more cache entries of a sequence are missing, a step computes the last of them, even without draft tokens.
+MISSING = 62
 
 Longs = NDArray[np.int64]
 
@@ -33,9 +34,9 @@ class HeadDrafter:
                   further draft token from the head's own states
         observe   gets the target's states of the step, computes the entries of prompts, and stores the last states
 
-    Entries from the head's own states are computed again once the target's states are known. After a rewind or where
-    prefixes are shared, entries may be missing or stale. Draft tokens are then worse, but the output stays correct,
-    because the target verifies them.
+    Entries from the head's own states are computed again once the target's states are known. After a rewind or with a
+    shared prefix, entries may be missing or stale. The draft tokens are then worse. The output stays correct, because
+    the target verifies them.
     """
 
     def __init__(
