@@ -97,7 +97,10 @@ MIDDLE_TEMPLATES: Mapping[str, MiddleTemplate] = {
 
 
 def middle_template(choice: str) -> MiddleTemplate:
-    """Return a built-in template by name, or read it from a JSON file. Raises `ConfigurationError`."""
+    """Return a built-in template by name, or read it from a JSON file.
+
+    Raises `ConfigurationError` if `choice` is neither a name nor a file, or if the file is invalid.
+    """
     if choice in MIDDLE_TEMPLATES:
         return MIDDLE_TEMPLATES[choice]
     if not Path(choice).is_file():

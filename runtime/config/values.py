@@ -18,7 +18,10 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def from_words(option: Option, words: Sequence[str]) -> Any:
-    """Convert the words after a flag, for example ["16"], to the option's value. Raises `ConfigurationError`."""
+    """Convert the words after a flag, for example ["16"], to the option's value.
+
+    Raises `ConfigurationError` if the words are not a valid value.
+    """
     if option.many:
         return _many_from_words(option, words)
     if len(words) > 1:
@@ -35,7 +38,7 @@ def from_words(option: Option, words: Sequence[str]) -> Any:
 
 
 def from_object(option: Option, value: Any) -> Any:
-    """Check the type of a value from Python and return it. Raises `ConfigurationError`."""
+    """Check a value from Python and return it. Raises `ConfigurationError` if it is not a valid value of the option."""
     if value is None:
         if not option.optional:
             raise ConfigurationError(f"{option.flag} must be {kind(option)}, not None.")

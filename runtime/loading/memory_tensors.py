@@ -41,7 +41,10 @@ class MemoryTensors:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype called `name`, for example "bfloat16" or "torch.bfloat16". Raises `InvalidRequest`."""
+    """Return the dtype called `name`, for example "bfloat16" or "torch.bfloat16".
+
+    Raises `InvalidRequest` if weights cannot have a dtype with this name.
+    """
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         raise InvalidRequest(f"{name[:80]} is not a dtype of weights, for example bfloat16.", param="dtypes")

@@ -68,7 +68,10 @@ def download(url: str, download_dir: str | None, descriptions: tuple[str, ...], 
 
 
 def folders_with(url: str, file: str) -> list[str]:
-    """Return the names of the subfolders of the store's folder `url` that contain this file. Raises CheckpointError."""
+    """Return the names of the subfolders of the store's folder `url` that contain this file.
+
+    Raises CheckpointError if the store cannot be read.
+    """
     _, root, listed = _listed(url)
     names = (path[len(root) :].lstrip("/").split("/") for path in listed)
     return [each[0] for each in names if len(each) == 2 and each[1] == file]

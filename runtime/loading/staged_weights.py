@@ -230,7 +230,10 @@ class StagedWeights:
         return {"shape": list(whole.shape), "first": low, "values": part.tolist()}
 
     def _source(self) -> Tensors:
-        """Return the pending tensors under the model's names. Raises CheckpointError."""
+        """Return the pending tensors under the model's names.
+
+        Raises CheckpointError if a tensor has a wrong dtype, or if parts of a quantised tensor are missing.
+        """
         stored = MemoryTensors(self._pending)
         if self._facts.quantization is None:
             wrong = [f"{name} is {dtype}" for name, dtype in stored.dtypes.items() if dtype not in FLOATING]

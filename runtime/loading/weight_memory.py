@@ -35,7 +35,7 @@ class MemoryFile:
             raise
 
     def restore(self) -> None:
-        """Copy the contents back to the same tensors. Raises OSError."""
+        """Copy the contents back to the same tensors. Raises OSError if the file cannot be read."""
         self._file.seek(0)
         for tensor in self._tensors:
             for piece in content(tensor).split(PIECE_BYTES):

@@ -32,9 +32,9 @@ class Fetcher:
         self._client: httpx.AsyncClient | None = None
 
     async def read(self, source: MediaSource) -> Any:
-        """Return the bytes of the file that the source names, or the source's Python object. Raises `InvalidRequest`.
+        """Return the bytes of the file that the source names, or the source's Python object.
 
-        Cancellation closes the connection.
+        Raises `InvalidRequest` if the source is not allowed or cannot be read. Cancellation closes the connection.
         """
         if source.form in ("bytes", "object"):
             return self._checked(source.content, source)

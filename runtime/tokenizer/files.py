@@ -170,7 +170,7 @@ def _of_library(library: Any) -> TokenizerFiles:
 
 
 def _read_pieces(path: Path, config: Mapping[str, Any]) -> TokenizerFiles:
-    """Read the sentencepiece model `tokenizer.model` in a folder. Raises ConfigurationError.
+    """Read the sentencepiece model `tokenizer.model` in a folder. Raises ConfigurationError if it cannot be used.
 
     If the folder has no chat template, the template is `CHAT`, which formats chats as the model's own code does.
     """

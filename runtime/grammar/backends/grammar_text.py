@@ -44,7 +44,10 @@ def texts_of(text: str) -> str:
 
 
 def part_for_llguidance(schema: Any, at: str, whitespace: str | None = None) -> str:
-    """Return the subschema at JSON pointer `at` as a grammar in llguidance's JSON form. Raises `InvalidGrammar`."""
+    """Return the subschema at JSON pointer `at` as a grammar in llguidance's JSON form.
+
+    Raises `InvalidGrammar` if the subschema is malformed or cannot be enforced.
+    """
     return _top(json_schema=_schema(schema, json_options(whitespace), {}, at=at))
 
 

@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 
 def intersects(patterns: Iterable[str], count: Count) -> bool:
-    """Whether some text may match all patterns. Raises `TooComplexError`."""
+    """Whether some text may match all patterns. Raises `TooComplexError` if this is too much work to find out."""
     automaton = _automaton(tuple(Reading(pattern, True) for pattern in patterns), count)
     return any(all(matched) for matched in automaton.matched)
 
@@ -48,7 +48,7 @@ def intersects(patterns: Iterable[str], count: Count) -> bool:
 def complement(pattern: str, count: Count) -> str | None:
     """Return an ECMA-262 pattern for the texts that `pattern` does not match, or None if it matches all texts.
 
-    Raises `TooComplexError`.
+    Raises `TooComplexError` if this takes too much work.
     """
     return _written(_automaton((Reading(pattern, True),), count), lambda matched: not matched[0], count)
 
@@ -239,7 +239,7 @@ class _Parts:
 def exact_automaton(pattern: str) -> Automaton:
     """Return the automaton of the texts that a pattern matches as a whole. The pattern must have no anchors.
 
-    Raises `TooComplexError`.
+    Raises `TooComplexError` if the automaton would be too large.
     """
     found, _ = _cached((Reading(f"^(?:{pattern})$", False),))
     if found is None:
@@ -319,7 +319,10 @@ def _classes(every: set[Ranges]) -> tuple[list[Ranges], dict[Ranges, list[int]]]
 
 @lru_cache(512)
 def characters(regex: str) -> Ranges:
-    """Return the characters that a character or class in llguidance's syntax matches. Raises `TooComplexError`."""
+    """Return the characters that a character or class in llguidance's syntax matches.
+
+    Raises `TooComplexError` if the class has a Unicode property.
+    """
     ranges, end = _class(regex, 1) if regex[0] == "[" else ([_one(regex, 0)[0]], len(regex))
     if end != len(regex):
         raise TooComplexError

@@ -86,7 +86,7 @@ Row = list[Node]  # nodes that match one after the other
 def search(pattern: str) -> str:
     """Return an expression for whole texts that contain a match of `pattern`, as in JSON Schema.
 
-    Raises `PatternError`.
+    Raises `PatternError` if the pattern is malformed, or cannot be enforced exactly.
     """
     return _anchored(pattern, ANYTHING)
 
@@ -94,7 +94,7 @@ def search(pattern: str) -> str:
 def full(pattern: str) -> str:
     """Return an expression for texts that match `pattern` from beginning to end. Anchors at its ends have no effect.
 
-    Raises `PatternError`.
+    Raises `PatternError` if the pattern is malformed, or cannot be enforced exactly.
     """
     return _anchored(pattern, "")
 
@@ -104,7 +104,7 @@ def rows(pattern: str, *, is_wide: bool) -> Iterator[tuple[bool, Row, bool]]:
 
     The nodes match the texts that match in ECMA-262 and in Python. If `is_wide`, the nodes match all texts that match
     in at least one dialect, and possibly further texts beyond ASCII. Python's `$` also matches before a final line
-    break; the caller must handle this. Raises `PatternError`.
+    break; the caller must handle this. Raises `PatternError` if the pattern is malformed or not supported.
     """
     inner, outer = (_WIDEST, _NARROW) if is_wide else (_NARROW, _WIDEST)
     dot = r"[^\n]" if is_wide else _DOT

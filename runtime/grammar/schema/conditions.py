@@ -18,7 +18,10 @@ ANNOTATIONS = frozenset({"title", "description", "$comment", "examples", "defaul
 
 
 def dependent(value: Any) -> Schema:
-    """Rewrite `dependentRequired`, `dependentSchemas` or `dependencies`. Raises `NoComplementError`."""
+    """Rewrite `dependentRequired`, `dependentSchemas` or `dependencies`.
+
+    Raises `NoComplementError` if the value is no object, or has more than `MAX_DEPENDENCIES` entries.
+    """
     if not isinstance(value, dict) or len(value) > MAX_DEPENDENCIES:
         raise NoComplementError("dependencies")
     parts: list[Schema] = []

@@ -77,7 +77,9 @@ def for_backend(
     *,
     at: str = "",
 ) -> Schema | bool:
-    """Return the schema, rewritten with only keywords that the backend enforces exactly. Raises `Unsupported`.
+    """Return the schema, rewritten with only keywords that llguidance enforces exactly.
+
+    Raises `Unsupported` if the schema has keywords that cannot be rewritten in this way.
 
     Arrays whose items must be unique are added to `unique`, and the caller must enforce that the items differ; if
     `unique` is None, such arrays are refused. `budget` limits the patterns of all schemas in a grammar together. Only

@@ -62,7 +62,7 @@ Node = Literal | Class | Reference | Repeat | Either
 
 
 def ebnf_to_lark(source: str) -> str:
-    """Return the grammar in llguidance's Lark. Raises `InvalidGrammar`."""
+    """Return the grammar in llguidance's Lark. Raises `InvalidGrammar` if the grammar is malformed or too large."""
     rules = _Parser(source).parse()
     if "root" not in rules:
         raise InvalidGrammar("it has no rule named root")

@@ -33,7 +33,10 @@ _ATTRIBUTES = frozenset({"temperature", "max_tokens", "stop"})
 
 
 def check_lark(source: str, write_schema: WriteSchema) -> str:
-    """Return the grammar with every `%json` schema rewritten by `write_schema`. Raises `InvalidGrammar`."""
+    """Return the grammar with every `%json` schema rewritten by `write_schema`.
+
+    Raises `InvalidGrammar` if the grammar is malformed, or uses something that is not supported.
+    """
     written: list[str] = []
     at, depth, in_attributes = 0, 0, False
     word = rule = ""  # the last word outside brackets, and the current rule
