@@ -30,10 +30,10 @@ from runtime.layers.weight import (
 
 
 class Attention(Weighted):
-    """Grouped-query attention: project, normalise q and k, rotate, store in the cache, attend, project.
+    """Grouped-query attention: project, normalise and rotate q and k, store k and v in the cache, attend, project.
 
     index        number of the layer in the whole model; `batch.cache` uses it as the key
-    window       a token attends to the last `window` positions or, if `chunked`, only within its chunk of this length
+    window       a token attends to the last `window` positions; if `chunked`, to its own chunk of `window` positions
     scale        defaults to 1 / sqrt(head_dim)
     sinks        each head has a learned attention sink: one more score in its softmax
     fused        name of the checkpoint tensor that holds q, k and v together; None: three tensors
@@ -104,7 +104,7 @@ class Attention(Weighted):
         self.out = from_heads(f"{name}.{out_name}", num_heads, head_dim, out_size or size, build, bias=out_bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.norm_last = norm_last
-        # Whether the norms of q and k are computed together with the rotation.
+        # True: the call that rotates q and k also normalises them.
         self._norms_heads = rope is not None and not norm_last and _norm_heads(self.q_norm, self.k_norm, head_dim)
         self._heads = whole_range(num_heads)
         self.has_sinks = sinks
@@ -138,7 +138,7 @@ class Attention(Weighted):
 
     @property
     def first_product(self) -> Linear:
-        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
+        """The linear layer that reads the input. The norm before it may round this input (`RMSNorm.round_for`)."""
         return self.qkv
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -185,7 +185,7 @@ class Attention(Weighted):
 
 
 def _norm_heads(q: Norm | None, k: Norm | None, head_dim: int) -> bool:
-    """Return whether both are RMS norms of single heads that differ only in their weights."""
+    """Return whether q and k have RMS norms of single heads that are equal except for their weights."""
     if not isinstance(q, RMSNorm) or not isinstance(k, RMSNorm):
         return False
     same = (q.eps, q.unit_offset) == (k.eps, k.unit_offset)
@@ -195,9 +195,9 @@ def _norm_heads(q: Norm | None, k: Norm | None, head_dim: int) -> bool:
 def alibi_slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
     """Return the ALiBi slope of each head (arXiv 2108.12409, section 3).
 
-    If the number of heads n is a power of two, the slopes are the powers of 2 ** (-steepest / n) with exponents 1 to n.
-    Otherwise n is the next lower power of two, and the remaining heads take every other slope of the series for 2n
-    heads, as in the authors' code.
+    For n heads, n a power of two, head i = 1 .. n has the slope 2 ** (-steepest * i / n). For other numbers of heads,
+    the first n heads, with n the next lower power of two, have these slopes. The remaining heads take every other
+    slope of the series for 2n heads, as in the authors' code.
     """
     full = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-steepest * head / full) for head in range(1, full + 1)]
@@ -206,9 +206,10 @@ def alibi_slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
 
 
 class KVScales(Weighted):
-    """The scales by which an 8-bit cache divides keys and values; 1 if the checkpoint has no scales.
+    """The scales by which keys and values are divided before an 8-bit cache stores them.
 
-    `values` maps "k_scale" and "v_scale" to Python floats, so that no step waits for a copy from the device.
+    `values` maps "k_scale" and "v_scale" to Python floats, so that steps need not copy them from the device. A scale
+    that the checkpoint lacks is 1.
     """
 
     def __init__(self, name: str) -> None:

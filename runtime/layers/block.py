@@ -1,7 +1,8 @@
 """Transformer blocks: arrangements of attention, MLP and norms.
 
-A block maps (x, residual, batch) to the next block's pair (x, residual). Either x is the output of the last sub-layer
-and the residual is the sum to which the next block adds x, or x is the complete sum and the residual is None.
+A block maps (x, residual, batch) to a pair (x, residual), the input of the next block. In most blocks, x is the output
+of the last sub-layer, and the next block adds it to the residual, so that its norm can fuse the addition. In other
+blocks, x is the complete sum, and the residual is None.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ ROWS_AT_ONCE = 4096  # vocabulary rows loaded and packed at a time; must be a mu
 
 
 class VocabularyChange(NamedTuple):
-    """An adapter's change of an embedding or LM head with the weight W [V', E].
+    """An adapter's change of the weight W [V', E] of an embedding or LM head.
 
-    W becomes W + b @ a. Then `rows` replace the rows at `ids`. For an LM head, `b` and `rows` cover only this rank's
-    part of the vocabulary.
+    W becomes W + b @ a; then `rows` replace the rows of W at `ids`. For an LM head, `b` and `rows` cover only this
+    rank's part of the vocabulary.
     """
 
     a: Tensor  # [r, E]; r may be 0
@@ -38,7 +38,7 @@ class VocabularyChange(NamedTuple):
 class VocabularyWeight(Weighted):
     """Base class of layers with a weight [V', E] for the V' tokens of this rank's part of the vocabulary.
 
-    If the weight stays in the checkpoint's quantisation groups, it is packed in blocks of ROWS_AT_ONCE rows.
+    If the weight stays quantised as in the checkpoint, it is loaded and packed in blocks of ROWS_AT_ONCE rows.
     """
 
     kernels: Kernels
@@ -46,7 +46,7 @@ class VocabularyWeight(Weighted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.changes: dict[int, VocabularyChange] = {}  # by the adapter's slot
+        self.changes: dict[int, VocabularyChange] = {}  # adapter's slot -> its change
 
     def make_weight(self, name: str, ids: ShardRange, size: int) -> nn.Parameter:
         """Return the parameter for `weight`. It has no rows if the weight is packed from the blocks in `kept`."""
@@ -58,7 +58,7 @@ class VocabularyWeight(Weighted):
 
 
 class KeptRows(Weighted):
-    """A block of vocabulary rows in the checkpoint's groups. `prepare` packs it into the owner's weight."""
+    """A block of vocabulary rows, quantised as in the checkpoint. `prepare` packs the block into the owner's weight."""
 
     by_itself = True
 
@@ -83,11 +83,13 @@ class KeptRows(Weighted):
 
 
 class Embedding(VocabularyWeight):
-    """Looks up token vectors [T, E] and multiplies them by `scale`, rounded to the model's dtype as in transformers.
+    """Looks up token vectors [T, E] and multiplies them by `scale`.
+
+    `scale` is rounded to the model's dtype, as in transformers.
 
     With tensor parallelism each rank looks up the ids of its part of the vocabulary, and an all-reduce adds the
-    results. If the LM head is `tied`, `prepare` also converts the weight to the head's layout. Lookup and head share
-    one tensor if the lookup can read this layout; otherwise the head gets a copy.
+    results. If the LM head is `tied`, `prepare` converts the weight to the head's layout. If the lookup can read this
+    layout, lookup and head share one tensor; otherwise the head gets a converted copy.
     """
 
     def __init__(

@@ -20,11 +20,11 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, parameter, whole
 
 
 class EncoderAttention(nn.Module):
-    """Bidirectional attention: project, rotate if there is a `rope`, attend within the row, project.
+    """Bidirectional attention: project, rotate if there is a `rope`, attend to all tokens of the row, project.
 
-    If `reach` is set, a token attends only to this number of positions on each side. `qkv` lists the sub-layers of q, k
-    and v in this order; `out` is the output projection. `bias_by_distance` is added to the attention scores; several
-    layers may share one `BiasByDistance`.
+    If `reach` is set, a token attends only to the nearest `reach` positions on each side. `qkv` lists the sub-layers of
+    q, k and v in this order; `out` is the output projection. `bias_by_distance` is added to the attention scores;
+    several layers may share one `BiasByDistance`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class BiasByDistance(Weighted):
         yield whole(f"{self.name}.weight", self.weight, (None, None))
 
     def of(self, batch: ForwardBatch) -> Callable[[int], Tensor]:
-        """Return a function that maps a row's length L to the bias [H, L, L]. A step computes each length once."""
+        """Return a function from a row's length L to the bias [H, L, L]. Rows of equal length share one bias."""
         plan_cache = batch.attention.plan_cache
 
         def bias(length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""LoRA adapters of experts. PyTorch merges the adapter into each expert that the adapter's tokens have chosen."""
+"""LoRA adapters of experts, computed in PyTorch: the adapter is merged into each expert that its tokens have chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: which rank computes which pair of a token and an expert."""
+"""Expert parallelism: choose the rank that computes each pair of a token and an expert."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXCHANGE_TOKENS = 64
 
 
 class ExpertSharing:
-    """The placement of experts on ranks for all MoE layers of a model, as seen from one rank.
+    """The placement of experts on ranks for all MoE layers of a model. Each rank has one such object.
 
-    Layers are identified by their number in the whole model. All ranks change placements at the same point between two
-    steps. If the axis has one rank, this rank holds every expert.
+    Layers are identified by their number in the whole model. All ranks change a placement between the same two steps.
+    If the axis has one rank, this rank holds every expert.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class ExpertSharing:
         """`first` maps a layer to the initial expert of each of its slots; other layers place their experts in order.
 
         `dispatch` selects among the copies of an expert: "static", "dynamic" or "fake" (see `--ep-dispatch-algorithm`).
-        `exchanges`: large steps combine results by all-to-all. `records`: layers remember the chosen experts. On a GPU
-        they are kept in buffers for `record_tokens` tokens, which captured graphs fill too.
+        With `exchanges`, large steps combine results by all-to-all. With `records`, layers store the experts that each
+        token chose. On a GPU, steps of up to `record_tokens` tokens store them in fixed buffers, which captured graphs
+        can write.
         """
         self.axis = axis
         self.num_redundant = num_redundant
@@ -83,7 +84,7 @@ class ExpertSharing:
             self._tables[layer].write(placement, self.axis.rank)
 
     def choose(self, layer: int, experts: Tensor, num_experts: int) -> Tensor:
-        """Return the chosen experts unchanged or, if experts have copies, one slot of each: int32 [T, k] -> [T, k].
+        """Return a slot of each chosen expert if experts have copies, otherwise `experts`: int32 [T, k] -> [T, k].
 
         All ranks return the same tensor.
         """
@@ -121,7 +122,7 @@ class ExpertSharing:
     def exchanges(self, x: Tensor) -> bool:
         """Whether a step of tokens x [T, E] combines results by all-to-all.
 
-        Steps that CUDA graphs capture never do, because the host reads how many rows are sent.
+        Steps in CUDA graphs use an all-reduce instead, because the host must know the message sizes of an all-to-all.
         """
         if not (self._exchanges and self.is_shared and len(x) >= EXCHANGE_TOKENS):
             return False
@@ -169,7 +170,7 @@ class ExpertSharing:
 
 
 class _Tables:
-    """A layer's placement as tensors on the device. `write` fills them in place, because graphs have captured them."""
+    """A layer's placement as tensors on the device. `write` fills them in place, as graphs hold their addresses."""
 
     def __init__(self, placement: Placement, rank: int, width: int, device: torch.device) -> None:
         ids, slots = placement.num_experts, len(placement.experts)
@@ -179,7 +180,7 @@ class _Tables:
 
         self._has_copies = width > 1
         self.slot_of = empty(ids)  # the first slot of each expert
-        self.here = empty(slots if self._has_copies else ids)  # local index of each slot (or expert), or -1
+        self.here = empty(slots if self._has_copies else ids)  # local index of each slot (no copies: expert), or -1
         if self._has_copies:
             self.slots, self.counts = empty(ids, width), empty(ids)  # all slots of each expert, and their number
             self.fixed = empty(placement.num_ranks, ids)  # the slot that the tokens of a rank use

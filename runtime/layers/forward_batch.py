@@ -25,7 +25,7 @@ class LayerSpec(Protocol):
 
     @property
     def kind(self) -> str:
-        """Name of the cache kind. If the engine does not use this kind, the layer caches all tokens in pages."""
+        """Name of the cache kind. If the engine lacks a cache of this kind, the layer caches all tokens in pages."""
         ...
 
     def local(self, tp_rank: int, tp_size: int) -> LayerSpec:
@@ -143,11 +143,11 @@ class ForwardBatch:
     position_axes: Tensor | None = None  # int64 [3, T]; None: `positions` holds for all three axes
     input_embeds: Tensor | None = None  # [T, E]; None: every token has an id
     embeds_mask: Tensor | None = None  # bool [T]; None if `input_embeds` is None
-    # Slot of an adapter -> indices of its tokens, int64 [n]. Lists only adapters whose changes graphs cannot compute.
+    # Slot of an adapter -> indices of its tokens, int64 [n]. Only adapters with changes that graphs cannot compute.
     adapted: Mapping[int, Tensor] = field(default_factory=dict)
-    # Number of tokens of each attention group in a common step (`layers.gathered`); () if there is one group.
+    # With data-parallel attention (`layers.gathered`): the number of tokens of each attention group; otherwise ().
     group_tokens: tuple[int, ...] = ()
-    # int64 [T], the row of each token. Set in steps with draft tokens, so that graphs can compute one token per row.
+    # int64 [T], the row of each token. Set in steps with draft tokens, for CUDA graphs whose rows have one token each.
     token_rows: Tensor | None = None
     states: Tensor | None = None  # [T, E], hidden states that a draft head takes as input; layers may overwrite them
     # [T, E] each, added to the hidden states after the first, the second, ... layer (DeepStack, arXiv 2406.04334)

@@ -27,8 +27,7 @@ class Gathered(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the inner layer's output for this group's tokens, x [T, E] -> [T, E].
 
-        A group without tokens runs one padding token through the other layers. Here this token is left out of the
-        gathered tokens, and its output is zero.
+        In a group without tokens, x is one padding token. It is not gathered, and its output is zero.
         """
         counts, rank = batch.group_tokens, self._groups.rank
         own, first = counts[rank], sum(counts[:rank])

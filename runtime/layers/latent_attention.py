@@ -60,7 +60,7 @@ class LatentAttention(Weighted):
         self.rope = rope
         self.scale = scale
         self.kernels = build.kernels
-        # On a GPU all rows use absorption: the length from which expansion would be faster there is not known.
+        # On a GPU all rows use absorption, because it is not known from which length on expansion would be faster.
         expands = build.device.type == "cpu" and not build.always_absorbed
         self.expand_from = min_tokens_to_expand(rank, nope_dim, value_dim) if expands else None
         self.qk_dim = nope_dim + rope_dim
@@ -108,7 +108,7 @@ class LatentAttention(Weighted):
 
     @property
     def first_product(self) -> Linear:
-        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
+        """The linear layer that reads the input. The norm before it may round this input (`RMSNorm.round_for`)."""
         return self.latents
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:

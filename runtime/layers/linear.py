@@ -22,7 +22,7 @@ SQUARED_COLUMNS = 256  # number of weight columns that `squares` dequantises at 
 class Linear(Weighted):
     """Maps x [T, I] to the concatenated outputs [T, O] of the sub-layers.
 
-    The model's quantisation method reads, prepares and multiplies the weight; `quantized=False` keeps full precision.
+    The model's quantisation method reads, prepares and multiplies the weight. `quantized=False` keeps full precision.
     If the layer is split along its output, it returns this rank's shard of each sub-layer. If it is split along its
     input, it takes this rank's shard of x and returns the sum over all ranks.
     """
@@ -49,8 +49,8 @@ class Linear(Weighted):
         self.has_bias = bias
         self.adapters: LowRankSlots | None = None  # None: adapters cannot change this layer
         self._summed_over: TensorParallelGroup | None = None
-        # Number of inputs per scale if the product rounds rows to float8, so that the operation before it can round
-        # them; otherwise None.
+        # If this layer rounds its input to float8: number of inputs per scale, so that the operation before this layer
+        # can do the rounding. Otherwise None.
         self.row_group: int | None = None
         self.allocate()
 

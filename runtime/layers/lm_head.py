@@ -82,7 +82,7 @@ class LMHead(VocabularyWeight):
             self.weight = frozen(self.method.prepare_weight(self._scaled(self.weight), self.kernels))
 
     def _scaled(self, weight: Tensor) -> Tensor:
-        """Scale the weight that was read as `unit` says. Return this rank's rows of it."""
+        """Return this rank's rows of the loaded weight, after scaling its rows or columns as `unit` says."""
         if self.unit != "columns":
             return F.normalize(weight, dim=1) if self.unit else weight
         lengths = weight.float().square().sum(0).sqrt().clamp_min(1e-7)

@@ -19,8 +19,8 @@ class AdapterPart(NamedTuple):
 
     a: Tensor  # [P, r, I]; zeros for sub-layers that the adapter does not change
     b: Tensor  # [r, O]; contains the adapter's scale
-    # For DoRA, float32 [O]. The layer's output without bias is multiplied by these scales; then the low-rank product
-    # is added. `b` already contains these scales.
+    # DoRA's scales, float32 [O]. The layer's output without bias is multiplied by them, and then the low-rank product
+    # is added. `b` already contains the scales.
     scales: Tensor | None = None
 
 

@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
 
     @property
     def first_product(self) -> Linear:
-        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
+        """The linear layer that reads the input. The norm before it may round this input (`RMSNorm.round_for`)."""
         return self.gate_up
 
 
@@ -80,5 +80,5 @@ class MLP(nn.Module):
 
     @property
     def first_product(self) -> Linear:
-        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
+        """The linear layer that reads the input. The norm before it may round this input (`RMSNorm.round_for`)."""
         return self.up

@@ -24,10 +24,10 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter
 class ExpertNames(NamedTuple):
     """Checkpoint names of the tensors of an MoE layer, and their layout.
 
-    If the names of gate, up and down contain "{}", the expert's number, each expert has its own tensors. Otherwise one
-    tensor holds all experts in its first dimension, and gate and up are the halves of one tensor: the first rows and
-    the remaining rows, or alternate rows if `interleaved`. `transposed` tensors hold outputs as columns. A bias has
-    the weight's name without ".weight", followed by `bias`. "" as `bias` or `correction` means that there is none.
+    If the names of gate, up and down contain "{}" (the place of the expert's number), each expert has its own tensors.
+    Otherwise one tensor holds all experts in its first dimension. Gate and up are then halves of one tensor: the first
+    and the remaining rows or, if `interleaved`, alternate rows. `transposed` tensors hold outputs as columns. A bias
+    has the weight's name without ".weight", followed by `bias`. If `bias` or `correction` is "", there is none.
     """
 
     router: str = "gate"
@@ -64,7 +64,7 @@ class Routing(NamedTuple):
 
 
 class KeptExperts(Weighted):
-    """`gate_up` or `down` of all experts of an MoE layer, in the checkpoint's quantisation groups."""
+    """`gate_up` or `down` of all experts of an MoE layer, quantised as in the checkpoint."""
 
     def __init__(self, method: QuantizationMethod, layout: LinearLayout) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class MoE(Weighted):
         """Create this rank's parameters for the checkpoint to fill."""
         experts, inner, has_bias = len(self.local_experts), self._inner.size, bool(self.names.bias)
         layouts = self._layouts()
-        rows = 0 if layouts else experts  # weights that stay in groups are in `kept` instead
+        rows = 0 if layouts else experts  # weights that stay quantised are in `kept` instead
         self.gate_up = parameter(rows * 2 * inner, self.size)  # [X * 2F, E]
         self.down = parameter(rows * self.size, inner)  # [X * E, F]
         self.kept = nn.ModuleList(KeptExperts(self.method, layout) for layout in layouts)
@@ -139,9 +139,9 @@ class MoE(Weighted):
         self.correction = parameter(self.num_experts, dtype=torch.float32) if self.names.correction else None
 
     def follow(self, stored: Container[str]) -> None:
-        """Change `names` if the checkpoint does not use the family's format.
+        """Change `names` if the checkpoint's tensors have other names than the family's original checkpoints.
 
-        A checkpoint has one tensor for all experts or one per expert. Quantisation tools write one per expert, under
+        The checkpoint has one tensor for all experts, or one per expert. Quantisation tools write one per expert, under
         the usual names, for every family.
         """
         if "{}" in self.names.gate and any(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
@@ -196,7 +196,7 @@ class MoE(Weighted):
         return True
 
     def _layouts(self) -> list[LinearLayout]:
-        """Return the layouts of `gate_up` and `down` if both stay in the checkpoint's groups, else []."""
+        """Return the layouts of `gate_up` and `down` if both stay quantised as in the checkpoint, else []."""
         names, inner, outer = self.names, self._inner, whole_range(self.size)
         if names.transposed or not all("{}" in name for name in (names.gate, names.up, names.down)):
             return []
@@ -275,7 +275,7 @@ class MoE(Weighted):
 
     @property
     def first_product(self) -> MoE:
-        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
+        """The layer that reads the input. The norm before it may round this input (`RMSNorm.round_for`)."""
         return self
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:

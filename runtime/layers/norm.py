@@ -14,16 +14,16 @@ from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
 
 
 class RowReader(Protocol):
-    """A product that reads the normalised rows."""
+    """A layer that reads the normalised rows."""
 
-    row_group: int | None  # number of inputs per scale if it rounds rows to float8, otherwise None
+    row_group: int | None  # number of inputs per scale if the layer rounds its input to float8, otherwise None
 
 
 class RMSNorm(Weighted):
     """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight.
 
-    With `weight=False` the checkpoint has no weight, and the layer does not scale. If `axis` is given, the dimension is
-    split over ranks in units of `unit`, and an all-reduce computes the mean over all ranks.
+    With `weight=False` the checkpoint has no weight, and the layer does not scale. If `axis` is given, the ranks divide
+    the dimension in multiples of `unit`, and an all-reduce computes the mean over all ranks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RMSNorm(Weighted):
         return self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
 
     def round_for(self, reader: RowReader) -> None:
-        """Make `add` also round the normalised rows to float8 if `reader`, the product that reads them, would do so."""
+        """Let `add` also round the normalised rows to float8 if `reader`, the layer that reads them, would do so."""
         self._readers = (reader,)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

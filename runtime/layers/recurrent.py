@@ -49,7 +49,7 @@ class StateSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes cached per sequence. Inputs are stored in float32, which represents every model dtype exactly."""
+        """Bytes cached per sequence. Inputs are stored in float32, which holds values of every model dtype exactly."""
         return 4 * prod(self.inputs) + getattr(torch, self.dtype).itemsize * prod(self.shape)
 
     def make(self, num_slots: int, device: torch.device) -> StateCache:
@@ -76,7 +76,7 @@ class StateCache(NamedTuple):
         return self.inputs.nbytes + self.states.nbytes
 
 
-# The part of a layer that reads and writes states.
+# The part of a layer that reads and writes states: (inputs, cache, segments) -> output.
 Recur = Callable[[Sequence[Tensor], StateCache, Segments], Tensor]
 
 

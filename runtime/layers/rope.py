@@ -68,9 +68,9 @@ class Rope(nn.Module):
 class QueryScale(nn.Module):
     """Multiplies queries by a factor that grows with the position, to sharpen attention over long texts.
 
-    The factor at position p is `1 + strength * log(1 + floor(p / step))` (arXiv 2501.19399). The first token has
-    position `first`, which is 1 in Llama 4. The rotation kernels compute the product: the factor takes the place of the
-    cosine, and the sine is 0.
+    The factor at position p is `1 + strength * log(1 + floor(p / step))` (arXiv 2501.19399). Positions count from
+    `first`, which is 1 in Llama 4. The rotation kernels compute the product: their table has the factor as cosine and 0
+    as sine.
     """
 
     table: Tensor
@@ -146,7 +146,7 @@ def _llama3(p: RopeParameters) -> Tensor:
 
 
 def _yarn(p: RopeParameters) -> tuple[Tensor, float]:
-    """Keep high frequencies, divide low frequencies by the factor, with a linear ramp in between."""
+    """Keep high frequencies, divide low frequencies by the factor, and blend both linearly in between."""
 
     def dimension(rotations: float) -> float:
         ratio = p.trained_context / (rotations * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""Tensor-parallel sharding: which logical axes are split over ranks, and which range each rank gets."""
+"""Tensor-parallel sharding: the logical axes that are split over ranks, and the range of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that stay in the checkpoint's quantisation groups. The checkpoint selects this method; no option does."""
+"""Weights that stay quantised as in the checkpoint. The checkpoint selects this method; there is no option for it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCALE_BITS = 16  # bits of a packed scale or shift
 
 
 class KeptGroups(Unquantized):
-    """Keeps a layer's weights quantised if `forms` lists all its sub-layers with a common form.
+    """Keeps a layer's weights quantised if all its sub-layers have the same quantisation form in `forms`.
 
-    Layers without a common form, and layers whose quantisation groups would be split across ranks, are dequantised and
-    left to the method `rest`. Products are computed in `dtype`. The C++ kernels (`in_cpp`) also keep experts,
-    embeddings and LM heads quantised; the Triton kernels keep only experts in float8. With `rounded_rows` activations
-    are rounded to 8 bits. `kept` maps the names of kept weights to their forms.
+    Layers whose sub-layers differ in form, and layers whose quantisation groups would be split across ranks, are
+    dequantised, and the method `rest` handles them. Products are computed in `dtype`. Besides linear layers, the C++
+    kernels (`in_cpp`) keep experts, embeddings and LM heads quantised, and the Triton kernels keep float8 experts. With
+    `rounded_rows` activations are rounded to 8 bits. `kept` maps the names of kept weights to their forms.
     """
 
     def __init__(
