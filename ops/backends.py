@@ -251,7 +251,8 @@ EXPERTS: Mapping[str, Backend] = {
     "triton": ATTENTION["triton"],
     "flashinfer_cutlass": Backend(
         file="with_flashinfer",
-        kernels="FlashInfer's CUTLASS kernels, for experts in 16 bits",
+        kernels="FlashInfer's CUTLASS kernels, for experts in 16 bits, and on Hopper in float8 with one scale per "
+        "block of 128 x 128 numbers",
         needs=GpuWith("flashinfer-python", generations=(9, 10), compiled=FLASHINFER_COMPILED),
         captured=True,
     ),

@@ -112,6 +112,8 @@ def row_group(weight: Tensor) -> int | None:
     """Return the number of inputs per scale of rows that are rounded to float8 (see `ops.matmul`)."""
     if not isinstance(weight, Packed) or weight.parts.codes.dtype != torch.float8_e4m3fn:
         return None
+    if weight.parts.scales.shape[-2] != weight.shape[-2]:  # scales per block of outputs: see `block_scaled.py`
+        return None
     if not triton_float8.multiplies_float8(weight.parts.codes.device):
         return None
     return triton_float8.row_group(weight.parts.scales.shape[-1], weight.shape[-1])

@@ -1,7 +1,8 @@
 """Mixtures of experts with FlashInfer's fused CUTLASS kernels: sort, two grouped products, activation and sum.
 
-Written for flashinfer-python 0.6.13. The kernels compute experts in float16 and bfloat16, with the rows of `up` before
-those of the gate. Triton kernels compute the routing, and mixtures in other formats.
+Written for flashinfer-python 0.6.13. The kernels compute experts in float16 and bfloat16, and on Hopper in float8 with
+one scale per block of 128 x 128 numbers. They read the rows of `up` before those of the gate. Triton kernels compute
+the routing, and unquantised mixtures in other dtypes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from ops.matmul.block_scaled import BLOCK, block_scales, has_blocks
+from ops.matmul.grouped import GroupedWeight
+from ops.matmul.with_triton import Parts, pack
 from ops.moe import GroupedMixture, Mixture, with_triton
 from ops.moe.with_triton import route
 
@@ -41,8 +45,21 @@ def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
 
 
 def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
-    """Return the weights as Triton's kernels read them (see `ops.moe`)."""
-    return with_triton.prepare_grouped_experts(mixture, dtype)
+    """Return packed float8 weights with `up` before the gate (see `ops.moe`).
+
+    Raises ValueError for weights that the kernels do not read.
+    """
+    gate_up, down, *biases = mixture
+    rows = gate_up.codes.shape[1] // 2
+    swapped = gate_up._replace(codes=_swapped(gate_up.codes), scales=_swapped(gate_up.scales))
+    packed = [_pack(weight) for weight in (swapped, down)] if rows % BLOCK == 0 else [None]
+    if None in packed or dtype != torch.bfloat16 or any(bias is not None for bias in biases):
+        raise ValueError(
+            f"flashinfer_cutlass reads quantised experts only in float8 with one scale per block of {BLOCK} x {BLOCK} "
+            f"numbers, for bfloat16, without biases, and with inner sizes on each rank that are multiples of {BLOCK}. "
+            "Use --moe-runner-backend triton."
+        )
+    return Mixture(*packed)
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
@@ -73,7 +90,7 @@ def mix(
 ) -> Tensor:
     """Return the weighted sum of each token's experts. Raise ValueError for an activation that the kernels lack."""
     gate_up, down, gate_up_bias, down_bias = mixture
-    if not isinstance(gate_up, UpFirst):
+    if not isinstance(gate_up, UpFirst) and not has_blocks(gate_up):
         return with_triton.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
     if activation != "silu":
         raise ValueError(
@@ -83,19 +100,31 @@ def mix(
         if experts.shape[1] > 1:
             raise ValueError("flashinfer_cutlass cannot weigh the inputs of several experts. Use triton.")
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    run = import_module("flashinfer.fused_moe").cutlass_fused_moe
+    run, quant_scales = import_module("flashinfer.fused_moe").cutlass_fused_moe, None
+    if is_float8 := has_blocks(gate_up):
+        (gate_up, up_scales, _), (down, down_scales, _) = gate_up.parts, down.parts  # type: ignore[attr-defined]
+        quant_scales = [up_scales, down_scales]
     return run(
-        input=x.contiguous(),
+        input=x.as_subclass(Tensor).contiguous(),
         token_selected_experts=experts,
         token_final_scales=weights,
         fc1_expert_weights=gate_up.as_subclass(Tensor),
         fc2_expert_weights=down,
         output_dtype=x.dtype,
-        quant_scales=None,
+        quant_scales=quant_scales,
+        use_deepseek_fp8_block_scale=is_float8,
         fc1_expert_biases=None if gate_up_bias is None else gate_up_bias.as_subclass(Tensor),
         fc2_expert_biases=down_bias,
         output=torch.empty_like(x, memory_format=torch.contiguous_format),
     )
+
+
+def _pack(weight: GroupedWeight) -> Tensor | None:
+    """Return packed float8 weights with one scale per block, or None if a block has several scales."""
+    scales = block_scales(weight)
+    if scales is None or weight.codes.shape[1] % BLOCK:
+        return None
+    return pack(Parts(weight.codes.view(torch.float8_e4m3fn), scales))
 
 
 def _swapped(rows: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ COMMANDS = {
     "gpu-model": ("bench.gpu_model", "predict decode steps on a GPU from bytes, operations and launches"),
     "gpu-bundle": ("bench.contact.bundle", "gather what a GPU machine without a package index lacks"),
     "gpu-contact": ("bench.contact.command", "prove everything that concerns a GPU within a budget of time"),
+    "flashinfer-modules": (
+        "bench.contact.flashinfer_modules",
+        "compile FlashInfer's modules for Hopper, without a GPU",
+    ),
     "cpu": ("bench.cpu.command", "ours and its peers on this machine's CPU, in turns"),
     "cpu-peers": ("bench.cpu.engines", "install the peers that `cpu` compares with"),
     "embeddings": (

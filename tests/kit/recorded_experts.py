@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.matmul.rounded_rows import round_rows
+from recorded_products import dequantised, dequantised_weight
+
 
 def cutlass_fused_moe(
     input: Tensor, token_selected_experts: Tensor, token_final_scales: Tensor, fc1_expert_weights: Tensor,
@@ -23,10 +26,22 @@ def cutlass_fused_moe(
     swizzled_input_sf=True,
 ) -> Tensor:  # fmt: skip
     num_experts, hidden_size, inner_size = fc2_expert_weights.shape
-    assert quant_scales is None
+    dtypes = {each.dtype for each in (input, fc1_expert_weights, fc2_expert_weights)}
+    if use_deepseek_fp8_block_scale:
+        assert dtypes == {torch.bfloat16, torch.float8_e4m3fn}
+        assert fc1_expert_biases is None
+        rounded = round_rows(input, 128)
+        input = dequantised(rounded.numbers, rounded.scales)
+        fc1_expert_weights, fc2_expert_weights = (
+            torch.stack([dequantised_weight(*each).T for each in zip(codes, scales, strict=True)])
+            for codes, scales in zip((fc1_expert_weights, fc2_expert_weights), quant_scales, strict=True)
+        )
+    else:
+        assert quant_scales is None
+        assert dtypes == {output_dtype}
     assert fc1_expert_weights.shape == (num_experts, 2 * inner_size, hidden_size)
     assert {type(each) for each in (input, fc1_expert_weights, fc2_expert_weights)} == {Tensor}
-    assert input.dtype == fc1_expert_weights.dtype == fc2_expert_weights.dtype == output_dtype == output.dtype
+    assert output_dtype == output.dtype
     assert input.is_contiguous()
     assert (token_selected_experts.dtype, token_final_scales.dtype) == (torch.int32, torch.float32)
     total = torch.zeros(input.shape, dtype=torch.float32)

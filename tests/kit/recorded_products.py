@@ -24,7 +24,7 @@ def fp8_blockscale_gemm_sm90(
     assert input_scale is None
     assert in_size % 128 == out_size % 64 == 0
     rounded = round_rows(input, 128)
-    return (dequantised(rounded.numbers, rounded.scales) @ _weight(weight, weight_scale)).to(out_dtype)
+    return (dequantised(rounded.numbers, rounded.scales) @ dequantised_weight(weight, weight_scale)).to(out_dtype)
 
 
 def gemm_fp8_nt_groupwise(
@@ -38,7 +38,7 @@ def gemm_fp8_nt_groupwise(
     assert a.is_contiguous()
     assert a_scale.is_contiguous()
     assert len(b) % 128 == 0
-    return (dequantised(a, a_scale) @ _weight(b, b_scale)).to(out_dtype)
+    return (dequantised(a, a_scale) @ dequantised_weight(b, b_scale)).to(out_dtype)
 
 
 def dequantised(numbers: Tensor, scales: Tensor) -> Tensor:
@@ -47,7 +47,8 @@ def dequantised(numbers: Tensor, scales: Tensor) -> Tensor:
     return numbers.float() * scales.repeat_interleave(128, 1)
 
 
-def _weight(codes: Tensor, scales: Tensor) -> Tensor:
+def dequantised_weight(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the transpose of codes [O, I] times scales [ceil(O / 128), I / 128], in float32."""
     out_size, in_size = codes.shape
     assert scales.shape == (-(-out_size // 128), in_size // 128)
     assert scales.is_contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ops.backends import BLOCK_PRODUCTS, EXPERTS
+from ops.backends import BLOCK_PRODUCTS, EXPERTS, FLASHINFER_DTYPES
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.quantization import GROUPED, METHODS
@@ -14,16 +14,26 @@ from runtime.config.resolve.plan_builder import PlanBuilder
 BLOCK = [128, 128]  # outputs and inputs per scale of float8 weights that FlashInfer's kernels read
 
 
-def experts_on_gpu(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts, otherwise: str) -> str:
+def experts_on_gpu(
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, otherwise: str
+) -> str:
     """Return the file that computes experts: the requested backend's file, or `otherwise` if none is requested."""
     asked = builder.args.moe.moe_runner_backend
     if asked not in EXPERTS:
         return otherwise
     reason = EXPERTS[asked].unmet(machine, gpu)
-    if asked == "flashinfer_cutlass" and not reason:
+    if asked == "flashinfer_cutlass" and gpu is not None and not reason:
         quant = builder.args.quant
-        if facts.quantization is not None or quant.quantization is not None or quant.torchao_config:
-            reason = "computes experts in 16 bits only, and this model is quantised"
+        rounded = quant.quantization not in (None, facts.quantization) or quant.torchao_config
+        if (rounded or facts.quantization is not None) and (
+            rounded or gpu.capability[0] != 9 or not in_blocks(facts) or dtype != "bfloat16"
+        ):
+            reason = (
+                "computes quantised experts only on Hopper, in bfloat16, with float8 weights that have one scale per "
+                "block of 128 x 128 numbers"
+            )
+        elif dtype not in FLASHINFER_DTYPES:
+            reason = f"computes in {' or '.join(FLASHINFER_DTYPES)}, and this model in {dtype}"
         elif builder.args.moe.ep_size > 1:
             reason = "computes all experts of a layer, and --ep-size divides them"
         elif facts.config.get("hidden_act", "silu") != "silu":

@@ -49,7 +49,7 @@ def kernel_plan(
     """Plan the kernels. `gpu` is None on a CPU, and `dtype` is the model's dtype."""
     attention, decode, prefill = _attention(builder, machine, gpu, _shape(dtype, facts, cache))
     sampling = _chosen(builder, "sampling_backend", SAMPLING, _unmet(SAMPLING, machine, gpu))
-    choices, reasons = _small_operations(builder, machine, gpu, facts)
+    choices, reasons = _small_operations(builder, machine, gpu, dtype, facts)
     choices |= {
         "attention": ATTENTION[decode.value].file,
         "prefill_attention": ATTENTION[prefill.value].file,
@@ -263,7 +263,7 @@ def _chosen(
 
 
 def _small_operations(
-    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, facts: ModelFacts
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts
 ) -> tuple[dict[str, str], list[str]]:
     """Return (operation -> file, reasons) for the operations that have no option of their own."""
     unmet = _unmet(SMALL, machine, gpu)
@@ -271,7 +271,7 @@ def _small_operations(
     choices: dict[str, str] = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), file)
     reasons = ["attention and sampling: see their options; small operations: the first backend that runs here"]
     reasons += [f"{name} {reason}" for name, reason in unmet.items()]
-    choices["moe"] = experts_on_gpu(builder, machine, gpu, facts, choices["moe"])
+    choices["moe"] = experts_on_gpu(builder, machine, gpu, dtype, facts, choices["moe"])
     if builder.args.lora.lora_backend == "torch_native":
         choices["low_rank"] = "native"
     if builder.args.graphs.enable_torch_compile:

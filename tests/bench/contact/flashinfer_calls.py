@@ -23,7 +23,7 @@ from kernel_cases.attention import SINGLE, Case, options, step
 from ops.attention import with_fa3, with_flashinfer, with_trtllm, with_trtllm_mla
 from ops.matmul.grouped import GroupedWeight
 from ops.matmul.rounded_rows import round_rows
-from ops.moe import Mixture
+from ops.moe import GroupedMixture, Mixture
 from serve.bench import report
 
 HALF = Case(dtype=torch.float16)
@@ -88,6 +88,11 @@ def _mix() -> None:
     chosen = torch.zeros(3, 2, dtype=torch.int32)
     mixture = experts.prepare_experts(Mixture(gate_up, down))
     experts.mix(torch.zeros(3, 8, dtype=torch.bfloat16), mixture, torch.ones(3, 2), chosen, "silu")
+    codes, scales = torch.zeros(2, 256, 128, dtype=torch.uint8), torch.ones(2, 256, 1)
+    gate_up = GroupedWeight(codes, scales, bits=8, floating=True)
+    down = gate_up._replace(codes=codes[:, :128], scales=scales[:, :128])
+    mixture = experts.prepare_grouped_experts(GroupedMixture(gate_up, down), torch.bfloat16)
+    experts.mix(torch.zeros(3, 128, dtype=torch.bfloat16), mixture, torch.ones(3, 2), chosen, "silu")
 
 
 def _multiply() -> None:

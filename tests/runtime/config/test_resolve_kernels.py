@@ -240,6 +240,9 @@ def test_kernels_without_alibi_are_refused_by_name(backend: str) -> None:
     assert (plan.kernels.choices["attention"], builder.refusals) == ("with_triton", {})
 
 
+BLOCKS = {"quantization": "fp8", "config": {"quantization_config": {"weight_block_size": [128, 128]}}}
+
+
 def test_experts_by_triton_are_refused_where_it_does_not_run() -> None:
     assert not decided(H200, moe_runner_backend="triton")[2]
     for machine in ("cpu", "t4"):
@@ -254,8 +257,12 @@ def test_experts_by_triton_are_refused_where_it_does_not_run() -> None:
         ("b200", {}, {}, ""),
         ("a100", {}, {}, "it needs an NVIDIA Hopper or Blackwell GPU (compute capability 9.x or 10.x)"),
         ("cpu", {}, {}, "this model runs on the CPU; use auto"),
-        ("h200", {"quantization": "fp8"}, {}, "computes experts in 16 bits only, and this model is quantised; use tri"),
-        ("h200", {}, {"quantization": "fp8"}, "computes experts in 16 bits only"),
+        ("h200", {"quantization": "fp8"}, {}, "computes quantised experts only on Hopper, in bfloat16, with float8"),
+        ("h200", {}, {"quantization": "fp8"}, "computes quantised experts only on Hopper"),
+        ("h200", BLOCKS, {}, ""),
+        ("h200", BLOCKS, {"quantization": "w4a16"}, "computes quantised experts only on Hopper"),
+        ("b200", BLOCKS, {}, "computes quantised experts only on Hopper"),
+        ("h200", {"dtype": "float32"}, {"dtype": "float32"}, "computes in float16 or bfloat16, and this model in floa"),
         ("h200", {}, {"tp_size": 2, "ep_size": 2}, "computes all experts of a layer, and --ep-size divides them"),
         ("h200", {"config": {"hidden_act": "gelu"}}, {}, "computes experts with silu only, and this model has gelu"),
     ],
@@ -268,9 +275,6 @@ def test_experts_by_flashinfer_are_used_or_refused(
     assert told in builder.refusals.get("moe_runner_backend", "")
     assert ("moe_runner_backend" in builder.refusals) == bool(told)
     assert (plan.kernels.choices.get("moe") == "with_flashinfer") == (not told)
-
-
-BLOCKS = {"quantization": "fp8", "config": {"quantization_config": {"weight_block_size": [128, 128]}}}
 
 
 @pytest.mark.parametrize(
