@@ -52,14 +52,16 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     gate_up, down, *biases = mixture
     rows = gate_up.codes.shape[1] // 2
     swapped = gate_up._replace(codes=_swapped(gate_up.codes), scales=_swapped(gate_up.scales))
-    packed = [_pack(weight) for weight in (swapped, down)] if rows % BLOCK == 0 else [None]
-    if None in packed or dtype != torch.bfloat16 or any(bias is not None for bias in biases):
+    up_first, packed = _pack(swapped), _pack(down)
+    is_divided = rows % BLOCK != 0  # a block would have rows of `up` and of the gate
+    is_biased = any(bias is not None for bias in biases)
+    if up_first is None or packed is None or is_divided or is_biased or dtype != torch.bfloat16:
         raise ValueError(
             f"flashinfer_cutlass reads quantised experts only in float8 with one scale per block of {BLOCK} x {BLOCK} "
             f"numbers, for bfloat16, without biases, and with inner sizes on each rank that are multiples of {BLOCK}. "
             "Use --moe-runner-backend triton."
         )
-    return Mixture(*packed)
+    return Mixture(up_first, packed)
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
