@@ -1,4 +1,4 @@
-"""Reads and checks values of JSON objects. Torch-free."""
+"""Reads and checks values of JSON objects. Does not import torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MANY_CHOSEN = 16  # upper bound that is assumed if the configuration has none of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts from config.json and generation_config.json, read before the weights. Torch-free."""
+    """Facts from config.json and generation_config.json, read before the weights. Does not import torch."""
 
     architecture: str
     path: str  # local directory or GGUF file of the checkpoint

@@ -164,7 +164,7 @@ class SchedulerPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan(Section):
-    """The implementation of each operation."""
+    """The kernels: which file implements each operation, and settings for logits and debugging."""
 
     # Maps each operation to the file that implements it: "native", "with_cpp", "with_triton". If the key
     # "prefill_attention" exists, the file of "attention" computes only rows of one token.
@@ -198,7 +198,7 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPlan(Section):
-    """LoRA adapters: which layers take them, and how many fit."""
+    """LoRA adapters: which layers they may change, and how many are kept."""
 
     enabled: bool = False
     sources: tuple[AdapterSource, ...] = ()
@@ -261,13 +261,13 @@ class GraphPlan(Section):
 
 
 def stage_nodes(nnodes: int, pp_size: int) -> int:
-    """Return the number of machines of one pipeline stage, or 1 if stages do not divide the machines evenly."""
+    """Return the number of machines per pipeline stage, or 1 if the machines cannot be divided evenly among stages."""
     return 1 if nnodes % pp_size else nnodes // pp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan(Section):
-    """Processes and devices that share the model."""
+    """How processes, devices and machines share the model and its requests."""
 
     tp_size: int = 1  # number of ranks that share every layer (tensor parallelism)
     pp_size: int = 1  # number of pipeline stages, each with a share of the layers
@@ -310,12 +310,12 @@ class ParallelPlan(Section):
 
     @property
     def stage_nodes(self) -> int:
-        """Number of machines of one pipeline stage, or 1 if stages do not divide the machines evenly."""
+        """Number of machines per pipeline stage, or 1 if the machines cannot be divided evenly among the stages."""
         return stage_nodes(self.nnodes, self.pp_size)
 
     @property
     def ranks_here(self) -> range:
-        """The ranks of one copy that run on this machine."""
+        """The ranks of one copy of the model that run on this machine."""
         share = self.ranks // self.nnodes
         return range(self.node_rank * share, (self.node_rank + 1) * share)
 
@@ -407,7 +407,7 @@ class ServePlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsPlan:
-    """Publishing of KV-cache events over ZeroMQ; field names as in --kv-events-config."""
+    """Settings for publishing KV-cache events over ZeroMQ. The field names are those of --kv-events-config."""
 
     endpoint: str = "tcp://*:5557"  # address of the first replica; replica i adds i to the port
     replay_endpoint: str | None = None  # address at which subscribers request missed batches; None: no replay

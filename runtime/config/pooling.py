@@ -1,4 +1,4 @@
-"""Pooling of hidden states into a vector, from a checkpoint's sentence-transformers files. Torch-free."""
+"""Pooling of hidden states into a vector, from a checkpoint's sentence-transformers files. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Quantisation methods and formats of quantised checkpoints, one entry each.
 
-Torch-free: the modules of methods and formats are imported on use.
+Does not import torch: the modules of methods and formats are imported on use.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Metrics of an engine for Prometheus. There is no global state: each engine has its own metrics. Torch-free."""
+"""Metrics of an engine for Prometheus. Each engine has its own metrics; there is no global state. Imports no torch."""

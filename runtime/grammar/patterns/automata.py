@@ -60,7 +60,7 @@ def partition(
 
     The texts of a pair's pattern match exactly those of `patterns` that the pair's indices select. With
     `with_ambiguous`, the result includes a pattern without indices, for the texts on which ECMA-262 and Python differ.
-    Raises `TooComplexError`.
+    Raises `TooComplexError` if this takes too much work.
     """
     readings = [Reading(pattern, wide) for pattern in patterns for wide in (False, True)]
     automaton = _automaton(tuple(readings), count)
@@ -80,7 +80,7 @@ def ambiguous(patterns: Iterable[str]) -> str | None:
 
     Such a text has a character that a class, for example `\\d`, matches in only one dialect. The result matches no text
     that one of `patterns` matches in both dialects. Returns "" if there are no such texts, and None if they cannot be
-    described by such a simple pattern. Raises `TooComplexError`.
+    described by such a simple pattern. Raises `TooComplexError` if this takes too much work.
     """
     told: set[tuple[int, int]] = set()
     known: set[tuple[int, int]] = set()
@@ -321,7 +321,7 @@ def _classes(every: set[Ranges]) -> tuple[list[Ranges], dict[Ranges, list[int]]]
 def characters(regex: str) -> Ranges:
     """Return the characters that a character or class in llguidance's syntax matches.
 
-    Raises `TooComplexError` if the class has a Unicode property.
+    Raises `TooComplexError` for example if the class has a Unicode property.
     """
     ranges, end = _class(regex, 1) if regex[0] == "[" else ([_one(regex, 0)[0]], len(regex))
     if end != len(regex):
@@ -387,7 +387,7 @@ def _written(of: Automaton, wanted: Callable[[tuple[bool, ...]], bool], count: C
     """Return a pattern for the texts that end in a wanted state, or None if there are none.
 
     The states are eliminated one by one: the paths through a state become expressions between its neighbours. Raises
-    `TooComplexError`.
+    `TooComplexError` if this takes too much work.
     """
     ends = _minimized(of, [wanted(matched) for matched in of.matched], count)
     start, end = -1, -2
