@@ -1,1 +1,1 @@
-"""Several processes for one model: rendezvous, links, and the lifecycle of workers."""
+"""Several processes for one model: how they find each other, exchange messages, start and end."""

@@ -1,7 +1,8 @@
-"""Runner for replicas that compute their steps together: the attention groups of one model. Does not import torch.
+"""The runner of replicas that compute their steps together (data-parallel attention). Does not import torch.
 
-Each replica has its own scheduler actor, which launches batches as if it were alone. A common step has at most one
-batch per replica. Replicas without a batch are idle in it.
+Each replica is an attention group of one model. It has its own scheduler actor, which launches batches as if the
+replica were alone. A common step computes at most one batch of each replica. A replica without a batch is idle in this
+step.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import anyio
 
 from runtime.batch import Batch, StepOutput
 
-# Number of event-loop turns in which further replicas may launch, before a step begins without them. A replica needs
-# about four turns from the result of its last step to its next launch.
+# Number of event-loop turns to wait for further replicas to launch, before a step begins without them. A replica needs
+# about four turns from the result of a step to its next launch.
 TURNS = 6
 
 
 class JointRunner(Protocol):
-    """Computes common steps of all replicas, and runs verbs (see `runtime.worker.verbs`) on some ranks."""
+    """Computes common steps of all replicas. Can run verbs (see `runtime.worker.verbs`) on some of the ranks."""
 
     @property
     def kernels_description(self) -> str: ...
@@ -41,7 +42,7 @@ class JointRunner(Protocol):
 
 
 class _Launched(NamedTuple):
-    """A replica's batch that waits for its step."""
+    """A batch that a replica has launched, and that is in no step yet."""
 
     batch: Batch
     result: asyncio.Future[StepOutput]
@@ -51,25 +52,28 @@ class CommonSteps:
     """Combines the batches of several replicas into common steps.
 
     Must be used on the event loop of the replicas' actors. A step begins as soon as every busy replica has launched a
-    batch. If no step is in flight, it begins after a few turns of the event loop, with the batches launched so far.
-    Equally busy replicas therefore stay in step, and none waits for an idle one.
+    batch. If no step is in flight, it begins after a few turns of the event loop at the latest, with the batches
+    launched so far. Busy replicas therefore compute their steps together, and do not wait for an idle one.
     """
 
     def __init__(self, runner: JointRunner, num_replicas: int, ranks_each: int, max_in_flight: int) -> None:
-        """`max_in_flight` is 2 if a batch may be enqueued before the tokens of the last one are known, otherwise 1."""
+        """Create the combiner.
+
+        `max_in_flight` is 2 if a batch may be enqueued before the tokens of the last one are known, otherwise 1.
+        """
         self.runner = runner
         self.replicas = [ReplicaRunner(self, index, ranks_each) for index in range(num_replicas)]
         self.num_steps = 0
         self._waiting: list[deque[_Launched]] = [deque() for _ in range(num_replicas)]
-        self._num_flying = [0] * num_replicas  # number of steps in flight that have a batch of each replica
+        self._num_flying = [0] * num_replicas  # by replica: number of steps in flight with a batch of the replica
         self._num_in_flight = 0
         self._max_in_flight = max_in_flight
-        self._turn: asyncio.Handle | None = None  # set while a step waits for further replicas to launch
+        self._turn: asyncio.Handle | None = None  # set while a step waits some turns for further replicas to launch
         self._is_closed = False
         self._closing = threading.Lock()
 
     def launch(self, index: int, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Add a replica's batch to the next step that has no batch of this replica."""
+        """Add a replica's batch to the next step that has no batch of this replica. Return the batch's result."""
         result: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
         result.add_done_callback(_retrieve)
         self._waiting[index].append(_Launched(batch, result))
@@ -77,7 +81,7 @@ class CommonSteps:
         return result
 
     def flush(self, index: int) -> None:
-        """Enqueue all batches that a replica has launched."""
+        """Enqueue all batches that this replica has launched."""
         while self._waiting[index]:
             self._begin()
 
@@ -89,21 +93,21 @@ class CommonSteps:
                 self.runner.close()
 
     def _consider(self) -> None:
-        """Begin a step if no busy replica is missing.
+        """Begin a step if every busy replica has launched a batch.
 
-        If no step is in flight, begin one after `TURNS` turns at the latest.
+        If no step is in flight, begin one after at most `TURNS` turns of the event loop.
         """
         while any(self._waiting) and self._num_in_flight < self._max_in_flight:
             if not all(bool(waiting) or not flying for waiting, flying in zip(self._waiting, self._num_flying)):
                 break
             if not self._num_in_flight and not all(self._waiting):
-                break  # an idle replica may be about to launch
+                break  # an idle replica may launch a batch soon
             self._begin()
         if any(self._waiting) and not self._num_in_flight and self._turn is None:
             self._wait(TURNS)
 
     def _wait(self, turns: int) -> None:
-        """Begin a step after some turns of the event loop, unless one begins before."""
+        """Begin a step after some turns of the event loop, unless it begins earlier."""
         if turns:
             self._turn = asyncio.get_running_loop().call_soon(self._wait, turns - 1)
         else:
@@ -123,7 +127,7 @@ class CommonSteps:
         step.add_done_callback(lambda done: self._settle(launched, done))
 
     def _settle(self, launched: Sequence[_Launched | None], step: asyncio.Future[list[StepOutput | None]]) -> None:
-        """Pass each replica the result of its batch, or the exception of the step."""
+        """Give each replica the result of its batch, or the exception of the step."""
         self._num_in_flight -= 1
         error = step.exception()
         outputs = [None] * len(launched) if error is not None else step.result()
@@ -141,7 +145,7 @@ class CommonSteps:
 
 
 class ReplicaRunner:
-    """The runner of one replica (see `Runner`). Its ranks are the ranks of its attention group."""
+    """The runner of one replica (see `Runner`). Its ranks are those of the replica's attention group."""
 
     def __init__(self, steps: CommonSteps, index: int, num_ranks: int) -> None:
         self._steps = steps
@@ -158,15 +162,15 @@ class ReplicaRunner:
         return self._steps.launch(self._index, batch)
 
     def finish_oldest(self) -> None:
-        """Do nothing, because there is no pipeline parallelism."""
+        """Do nothing: common steps do not use pipeline parallelism."""
 
     def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
-        """Run a verb on the ranks of this replica, after the steps launched so far."""
+        """Run a verb (see `Runner.call`) on the ranks of this replica, after the steps launched so far."""
         self._steps.flush(self._index)
         return self._steps.runner.call(verb, payload, self._ranks)
 
     async def watch(self) -> None:
-        """Never return. The first replica raises `WorkerFailed` when a process has ended."""
+        """Wait forever. On the first replica, raise `WorkerFailed` when a worker process has ended."""
         if self._index == 0:
             await self._steps.runner.watch()
         await anyio.sleep_forever()
@@ -177,6 +181,6 @@ class ReplicaRunner:
 
 
 def _retrieve(result: asyncio.Future[StepOutput]) -> None:
-    """Mark a future's exception as retrieved, so that asyncio does not log it if the waiting task has ended."""
+    """Mark a future's exception as retrieved, so that asyncio does not log it if no task waits for the future."""
     if not result.cancelled():
         result.exception()

@@ -1,4 +1,4 @@
-"""Distributed runner: every rank computes the batches that rank 0 launches."""
+"""The distributed runner: all ranks compute the batches that rank 0 launches."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from runtime.mesh.mesh import Mesh
     from runtime.worker.model_runner import ModelRunner
 
-FIND_FAILED_RANK_S = 1.0  # after a failed step, time to find out which rank failed
-FINISH_S = 5.0  # time for steps in flight to finish when the engine closes
+FIND_FAILED_RANK_S = 1.0  # time in seconds to find out which rank failed, after a failed step
+FINISH_S = 5.0  # time in seconds for the steps in flight to finish, when the engine closes
 
-# Array fields of a batch. Fields that are None are omitted.
+# Names of the array fields of a batch. A field that is None is not sent.
 _ARRAYS = (
     "starts",
     "counts",
@@ -58,20 +58,21 @@ _NO_FLAGS = np.zeros(0, np.bool_)
 class GroupRunner:
     """Runs batches on a worker group. Owns the group and the runner of rank 0.
 
-    A failed step ends the whole group, because the remaining ranks wait in the middle of the step. The step's future
-    then raises `WorkerFailed`, which names the rank.
+    A failed step ends the whole group, because the other ranks wait for the failed one in the middle of the step. The
+    step's future then raises `WorkerFailed`, which names the failed rank.
     """
 
     def __init__(self, runner: ModelRunner, group: WorkerGroup, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.seconds_sending = 0.0  # time spent sending the last batch
+        self.seconds_sending = 0.0  # seconds that sending the last batch took
         self._runner = runner
         self._group = group
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, VerbCall] = {}  # number of a call -> verb call that some ranks have not answered
+        # Number of a call -> the call; only calls that some ranks have not answered.
+        self._calls: dict[int, VerbCall] = {}
         self._call_numbers = count(1)
         info = mesh.rank_info
-        # Ranks of the first pipeline stage except rank 0, which tells them when a step ends. [] without pipeline
+        # The other ranks of the first pipeline stage, which rank 0 tells when a step ends. Empty without pipeline
         # parallelism.
         self._first_stage = group.workers[: info.stage_size - 1] if info.pp_size > 1 else []
 
@@ -94,7 +95,7 @@ class GroupRunner:
         return step
 
     def launch_together(self, batches: Sequence[Batch | None]) -> asyncio.Future[list[StepOutput | None]]:
-        """Enqueue a common step with one batch per attention group. The batch of an idle group is None."""
+        """Enqueue a common step with one batch per attention group; the batch of an idle group is None."""
         began = time.perf_counter()
         shares = [StepShare.of(batch) for batch in batches]
         frames = [encode_share(batch, shares) for batch in batches]
@@ -115,7 +116,10 @@ class GroupRunner:
         self._runner.finish_oldest()
 
     def call(self, verb: str, payload: Mapping[str, Any], ranks: range | None = None) -> asyncio.Future[list[Any]]:
-        """Run a verb on every rank, or only on `ranks` (see `Runner.call`). Answers arrive only while `watch` runs."""
+        """Run a verb on every rank, or only on `ranks` (see `Runner.call`).
+
+        Answers are received only while `watch` runs.
+        """
         while self._first_stage and self._runner.num_unfinished:
             self.finish_oldest()  # a verb must not run in the middle of a step
         number, future = next(self._call_numbers), self._loop.create_future()
@@ -131,11 +135,11 @@ class GroupRunner:
         return future
 
     async def watch(self) -> None:
-        """Wait for a worker's failure and raise `WorkerFailed`. Never returns."""
+        """Wait until a worker fails, and raise `WorkerFailed`. Never returns."""
         try:
             await self._group.watch(self._take_answer)
         except WorkerFailed as failure:
-            self.mesh.abort()  # rank 0's thread may be waiting for the failed worker
+            self.mesh.abort()  # ends a wait of rank 0's thread for the failed worker
             self._fail_calls(failure)
             raise
 
@@ -158,7 +162,7 @@ class GroupRunner:
         self.mesh.abort()
 
     def _settle(self, step: asyncio.Future[Any], local: asyncio.Future[Any]) -> None:
-        """Resolve a step's future after rank 0 has finished. After a failure, find the failed rank."""
+        """Set a step's future when rank 0 has finished the step. If it failed, find the failed rank first."""
         if step.done():
             return
         error = local.exception()
@@ -183,7 +187,10 @@ class GroupRunner:
             self._find_failed_rank(error, "between two steps", call.fail)
 
     def _find_failed_rank(self, error: BaseException, when: str, fail: Callable[[WorkerFailed], None]) -> None:
-        """Call `fail` with the failure of the rank that failed first, or of rank 0. `watch` raises this failure too."""
+        """Call `fail` with the failure of the rank that failed first, or of rank 0 if none is found.
+
+        `watch` raises this failure too.
+        """
         rank_0 = WorkerFailed(f"Rank 0 (this process) failed {when}.")
         rank_0.__cause__ = error
         failure = self._group.failure
@@ -201,7 +208,7 @@ class GroupRunner:
 
 
 def encode_share(batch: Batch | None, shares: Sequence[StepShare]) -> bytes:
-    """Encode the batch of one attention group (or None), and the shares of all groups in a common step."""
+    """Encode the batch of one attention group (or None), and the shares of all groups, for a common step."""
     return (
         encode({"shares": [[*share] for share in shares]})
         if batch is None
@@ -210,15 +217,15 @@ def encode_share(batch: Batch | None, shares: Sequence[StepShare]) -> bytes:
 
 
 def decode_share(frame: Frame) -> tuple[Batch | None, list[StepShare]]:
-    """Decode a group's batch (or None), and the shares of all groups."""
+    """Decode the batch of one attention group (or None), and the shares of all groups."""
     shares = [StepShare(*share) for share in frame.body["shares"]]
     return (decode_batch(frame) if "batch" in frame.body else None), shares
 
 
 def encode_batch(batch: Batch, **more: Any) -> bytes:
-    """Encode a batch for other ranks, together with `more` JSON values.
+    """Encode a batch for other ranks, with `more` JSON values.
 
-    Sequences, statistics and sampling parameters are omitted.
+    Sequences, statistics and sampling parameters are not sent.
     """
     prompt_logprobs = batch.prompt_logprobs
     arrays = {name: array for name in _ARRAYS if (array := getattr(batch, name)) is not None}
@@ -253,9 +260,9 @@ def encode_batch(batch: Batch, **more: Any) -> bytes:
 
 
 def decode_batch(frame: Frame) -> Batch:
-    """Decode a batch for a worker.
+    """Decode a batch on a worker.
 
-    The batch has no sequences, only the positions of `sampling`, and zeros as targets of prompt log-probabilities.
+    The batch has no sequences. Its `sampling` has only positions, and the targets of prompt log-probabilities are 0.
     """
     arrays = frame.arrays
     sampling = None
@@ -294,12 +301,12 @@ def _decode_drafts(arrays: Mapping[str, Ints]) -> Drafts:
 
 
 def _decode_media(spans: Ints, vectors: Ints) -> tuple[MediaSpan, ...]:
-    """Decode the spans [N, 2] of offsets and lengths, and their vectors, which are sent as int32 bits."""
+    """Decode media spans from [N, 2] offsets and lengths, and their vectors, which were sent as the bits of int32."""
     parts = np.split(vectors.view(np.float32), np.cumsum(spans[:-1, 1]))
     return tuple(MediaSpan(offset, part) for (offset, _), part in zip(spans.tolist(), parts, strict=True))
 
 
 def _retrieve(step: asyncio.Future[Any]) -> None:
-    """Mark a future's exception as retrieved, so that asyncio does not log it if the waiting task has ended."""
+    """Mark a future's exception as retrieved, so that asyncio does not log it if no task waits for the future."""
     if not step.cancelled():
         step.exception()

@@ -1,8 +1,8 @@
 """A link between the engine and a worker process: frames over a private socket.
 
-A frame consists of a fixed head (number of bytes after the head, number of bytes of the JSON part), the JSON part, and
-the arrays' bytes. It contains no pickle and nothing executable. Both ends must run the same program on machines with
-the same byte order.
+A frame consists of a head of fixed size, a JSON part, and the bytes of arrays. The head has the number of bytes after
+the head, and the number of bytes of the JSON part. A frame contains no pickles or other executable data. Both ends must
+run the same version, on machines with the same byte order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Frame(NamedTuple):
 
 
 def encode(body: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int32]] | None = None) -> bytes:
-    """Encode a frame. `body` may contain dataclasses and sets. Arrays are converted to int32."""
+    """Encode a frame. `body` may contain dataclasses and sets. Arrays are sent as int32."""
     parts: list[Any] = []
     if arrays:
         flat = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
@@ -46,7 +46,7 @@ def encode(body: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int32]] | No
 
 
 def decode(content: bytearray | bytes, text_length: int) -> Frame:
-    """Decode a frame without its head. The arrays share the memory of `content`.
+    """Decode the part of a frame after its head. The arrays share the memory of `content`.
 
     Raises ValueError or TypeError if the bytes are not a frame.
     """
@@ -57,14 +57,15 @@ def decode(content: bytearray | bytes, text_length: int) -> Frame:
     offset = text_length
     for name, shape in body.pop("", ()):
         size = math.prod(shape)
-        flat = np.frombuffer(content, np.uint8, size * 4, offset)  # as bytes, because the offset may not be aligned
+        # As uint8 first, because the offset may not be aligned.
+        flat = np.frombuffer(content, np.uint8, size * 4, offset)
         arrays[name] = flat.view(np.int32).reshape(shape)
         offset += size * 4
     return Frame(body, arrays)
 
 
 class LinkClosed(Exception):
-    """The other end has closed the link or sent invalid data. For invalid data, `__cause__` is the decoding error."""
+    """The other end has closed the link, or has sent invalid data, whose decoding error is the `__cause__`."""
 
 
 class Link:
@@ -73,18 +74,19 @@ class Link:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # the system may set a smaller size
+        # Otherwise the system may choose a smaller size.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
         self._frames: deque[Frame] = deque()
         self._backlog: deque[memoryview] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._open = True
-        self._error: Exception | None = None  # the error that ended reading, or None
+        self._error: Exception | None = None  # the error that ended reading, if any
         self._loop.add_reader(end, self._read)
 
     def send(self, frame: bytes) -> None:
-        """Send or buffer a frame. Does nothing if the other end has closed the link, which `receive` reports."""
+        """Send or buffer a frame. If the other end has closed the link, do nothing: `receive` reports this."""
         if not self._open:
             return
         rest = memoryview(frame)
@@ -96,9 +98,9 @@ class Link:
             self._backlog.append(rest)
 
     async def receive(self) -> Frame:
-        """Return the next frame. If the link has closed, raises `LinkClosed` after the last frame.
+        """Return the next frame. After the last frame of a closed link, raises `LinkClosed`.
 
-        Supports one reader at a time. Cancellation does not lose a frame.
+        Only one task may read at a time. Cancellation does not lose a frame.
         """
         while not self._frames:
             if not self._open:
@@ -108,7 +110,7 @@ class Link:
         return self._frames.popleft()
 
     def close(self) -> None:
-        """Close the link. Must be called on the event loop. Further calls do nothing."""
+        """Close the link. Must be called on the event loop. A second call does nothing."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._socket)
@@ -122,7 +124,7 @@ class Link:
             return self._socket.send(content)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:  # the link is closed; `receive` reports it
+        except OSError:  # the link is closed, which `receive` reports
             return len(content)
 
     def _write_backlog(self) -> None:
@@ -150,7 +152,7 @@ class Link:
                 _, text_length = HEAD.unpack_from(self._unread)
                 self._frames.append(decode(self._unread[HEAD.size : size], text_length))
                 del self._unread[:size]
-        except (ValueError, TypeError) as error:  # reading stops, because the start of the next frame is unknown
+        except (ValueError, TypeError) as error:  # the start of the next frame is unknown, so reading stops
             self._error = error
             self.close()
         self._wake()
@@ -166,14 +168,14 @@ class WorkerLink:
     def __init__(self, end: socket.socket, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = end
         self._max_bytes = max_bytes
-        self._sending = Lock()  # other threads may send answers to `Runner.call`
+        self._sending = Lock()  # because other threads may send answers to `Runner.call`
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
     def address(self) -> str | None:
-        """This machine's address in its connection to the engine, or None if the engine is on this machine."""
+        """This machine's address on the connection to the engine, or None if the engine is on this machine."""
         if self._socket.family == socket.AF_UNIX:
             return None
         return self._socket.getsockname()[0]

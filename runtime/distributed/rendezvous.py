@@ -1,8 +1,8 @@
-"""Rendezvous of ranks on other machines at the master address.
+"""Lets ranks on other machines join an engine at the master address.
 
-Both sides prove that they know a token without sending it: each answers the other's challenge with an HMAC-SHA256 (RFC
-2104) under the token. No machine without the token can therefore join as a rank. The connection itself is not
-encrypted.
+Both sides prove that they know a token without sending it: each one sends a challenge, and the other answers with an
+HMAC-SHA256 (RFC 2104) under the token. A machine without the token therefore cannot join as a rank. The connection
+itself is not encrypted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from runtime.errors import ConfigurationError
 
 logger = logging.getLogger("penstock.core")
 
-TOKEN_VARIABLE = "PENSTOCK_CLUSTER_TOKEN"  # environment variable with the token, set on every machine
-ANSWER_TIMEOUT_S = 10.0  # for each connection attempt, and for each answer
+TOKEN_VARIABLE = "PENSTOCK_CLUSTER_TOKEN"  # environment variable with the token, which must be set on every machine
+ANSWER_TIMEOUT_S = 10.0  # timeout for each connection attempt, and for each answer
 RETRY_S = 0.2
-IDLE_S, INTERVAL_S, PROBES = 15, 5, 3  # TCP keep-alive: a silent machine counts as lost after 30 s
+# TCP keep-alive in seconds: a machine counts as lost after 30 s without an answer.
+IDLE_S, INTERVAL_S, PROBES = 15, 5, 3
 
 
 def fingerprint(facts: ModelFacts) -> str:
@@ -39,9 +40,9 @@ def fingerprint(facts: ModelFacts) -> str:
 
 
 class MasterListener:
-    """Accepts other machines' ranks on the first machine.
+    """Accepts the ranks of other machines, on the first machine.
 
-    Listens only at the master address, until all ranks have joined.
+    Listens only at the master address, and only until all ranks have joined.
     """
 
     def __init__(self, address: tuple[str, int], token: str, model: str) -> None:
@@ -81,7 +82,7 @@ class MasterListener:
         return joined
 
     def _check(self, connection: socket.socket, missing: frozenset[int]) -> int | None:
-        """Return the rank that joins, or None if the connection is refused. Blocks."""
+        """Return the rank that joins over a connection, or None if it is refused. Blocks."""
         connection.settimeout(ANSWER_TIMEOUT_S)
         challenge = secrets.token_hex(16)
         try:
@@ -105,7 +106,7 @@ class MasterListener:
 
 
 def join_master(address: tuple[str, int], token: str, rank: int, model: str, timeout_s: float) -> socket.socket:
-    """Join as a rank from another machine. Return the connection. Blocks, and waits for the first machine.
+    """Join an engine as a rank on another machine. Return the connection. Blocks until the first machine answers.
 
     Raises `ConfigurationError` if the first machine does not answer in time, does not know the token, or refuses the
     rank.
@@ -144,7 +145,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Configure the connection to send small messages without delay and to detect silent peers."""
+    """Configure a connection: send small messages without delay, and detect a silent peer."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", PROBES)):
@@ -166,7 +167,7 @@ def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message of a peer that is not trusted yet. The size of the message is limited."""
+    """Return the next message of a peer that has not proved its knowledge of the token. Limits the message's size."""
     return WorkerLink(connection, max_bytes=4096).receive().body
 
 

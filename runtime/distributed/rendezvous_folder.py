@@ -1,4 +1,4 @@
-"""The folder of a rendezvous file. If an engine is killed, the next engine removes its folder."""
+"""The folder of a rendezvous file. If an engine was killed, another engine removes its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCK = "lock"
 
 
 class RendezvousFolder:
-    """A folder that only this user can read. Its lock shows other engines that its owner is alive."""
+    """A folder that only this user can read. A lock on a file in it shows other engines that its owner is alive."""
 
     def __init__(self) -> None:
         remove_abandoned()
@@ -21,11 +21,11 @@ class RendezvousFolder:
         created = self._path / "new"
         self._lock = created.open("xb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        created.rename(self._path / LOCK)  # only from now on can the folder count as abandoned
+        created.rename(self._path / LOCK)  # with this name, the folder counts as abandoned unless the lock is held
 
     @property
     def store(self) -> str:
-        """Path of the file that the ranks use to connect."""
+        """Path of the file over which the ranks connect."""
         return str(self._path / "store")
 
     def remove(self) -> None:
@@ -35,7 +35,7 @@ class RendezvousFolder:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose owners have ended, which is the case if their locks are free."""
+    """Remove this user's folders whose owners have ended, that is, whose locks nobody holds."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
             if path.lstat().st_uid != os.getuid():
@@ -43,5 +43,5 @@ def remove_abandoned() -> None:
             with path.open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path.parent, ignore_errors=True)
-        except OSError:  # another engine uses the folder, or has just removed it
+        except OSError:  # another engine uses the folder, or has removed it meanwhile
             continue

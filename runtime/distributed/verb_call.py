@@ -1,4 +1,4 @@
-"""Verbs (see `runtime.worker.verbs`) sent to all ranks of a group, and their answers (`Runner.call`)."""
+"""A verb (see `runtime.worker.verbs`) that was sent to all ranks of a group, and their answers (`Runner.call`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from runtime.distributed.link import Frame, encode
 from runtime.errors import CheckpointError, InvalidRequest
 
-# Refusals: errors raised before a rank changes anything. The rank continues, and the caller gets the error.
+# Errors by which a rank refuses a verb before it changes anything. The rank continues, and the caller gets the error.
 REFUSALS = (InvalidRequest, CheckpointError)
 
 
 class VerbCall:
-    """Collects the answers of all ranks to one verb."""
+    """Collects the answers of all ranks to one call of a verb."""
 
     def __init__(self, num_ranks: int, future: asyncio.Future[list[Any]], first_rank: int = 0) -> None:
         self.future = future
@@ -31,12 +31,12 @@ class VerbCall:
         self._count()
 
     def refuse(self, rank: int, error: Exception) -> None:
-        """Record a refusal. After all answers have arrived, the caller gets the refusal of the lowest rank."""
+        """Record that a rank refused. When all ranks have answered, the caller gets the refusal of the lowest rank."""
         self._refusals[rank] = error
         self._count()
 
     def fail(self, error: Exception) -> None:
-        """Fail the call immediately, because a rank has failed."""
+        """Fail the call immediately, because a rank has failed and will not answer."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -51,7 +51,7 @@ class VerbCall:
 
 
 def encode_call(number: int, verb: str, payload: Mapping[str, Any]) -> bytes:
-    """Encode a verb. Raises TypeError if the payload contains anything but JSON values and int32 arrays."""
+    """Encode the call of a verb. Raises TypeError unless the payload consists of JSON values and int32 arrays."""
     arrays = {name: value for name, value in payload.items() if isinstance(value, np.ndarray)}
     for name, array in arrays.items():
         if array.dtype != np.int32:
@@ -61,7 +61,7 @@ def encode_call(number: int, verb: str, payload: Mapping[str, Any]) -> bytes:
 
 
 def decode_payload(frame: Frame) -> dict[str, Any]:
-    """Return the payload in a verb's frame."""
+    """Return the payload of a received verb call."""
     return {**frame.body["payload"], **frame.arrays}
 
 
@@ -71,12 +71,12 @@ def encode_answer(number: int, value: Any) -> bytes:
 
 
 def encode_refusal(number: int, error: Exception) -> bytes:
-    """Encode a rank's refusal."""
+    """Encode the error with which a rank refuses."""
     return encode({"call": number, "refused": type(error).__name__, "message": str(error)})
 
 
 def take_answer(call: VerbCall, rank: int, frame: Frame) -> None:
-    """Record the answer or refusal in a frame."""
+    """Record the answer or refusal that a frame contains."""
     body = frame.body
     if "refused" not in body:
         call.answer(rank, body["value"])

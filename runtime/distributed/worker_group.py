@@ -1,6 +1,6 @@
-"""Worker processes: starts, watches, kills and reaps them, and sends messages. Does not import torch.
+"""Worker processes: starts, watches and ends them, and sends messages to them. Does not import torch.
 
-The owner of a group defines the contents of messages.
+This module does not depend on what the messages contain.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ MODULE = "runtime.distributed.worker_process"
 
 
 class RemoteError(Exception):
-    """An exception of a worker, with its traceback as text."""
+    """An exception in a worker, with its traceback as text."""
 
 
 class WorkerGroup:
     """The processes that compute one replica together with this process, which is rank 0.
 
-    Belongs to the event loop that created it. After `close`, or after `close_links` and `reap`, all processes have
-    ended.
+    Belongs to the event loop on which it was created. When `close` (or `close_links` followed by `reap`) has returned,
+    all processes have ended.
     """
 
     def __init__(self) -> None:
-        self.workers: list[WorkerProcess] = []  # by rank; the first one is rank 1
-        # The first failure. `watch` raises it.
+        self.workers: list[WorkerProcess] = []  # by rank, beginning with rank 1
+        # Gets the first failure, which `watch` raises.
         self.failure: asyncio.Future[WorkerFailed] = asyncio.get_running_loop().create_future()
-        self._folder: RendezvousFolder | None = None  # None if the ranks do not connect through a file
-        # One thread starts all workers and stays alive, because the kernel kills a process when the thread that started
-        # it ends (PR_SET_PDEATHSIG).
+        self._folder: RendezvousFolder | None = None  # None if ranks connect without a file
+        # One thread starts all workers, and must stay alive: the kernel kills a process when the thread that started it
+        # ends (PR_SET_PDEATHSIG).
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="penstock-workers")
 
     async def start(self, parallel: ParallelPlan, facts: ModelFacts, environment: Mapping[str, str]) -> None:
-        """Start this machine's ranks and wait for ranks on other machines.
+        """Start this machine's ranks, and wait for the ranks of other machines.
 
-        If this is cancelled, the caller must close the group.
+        If the call is cancelled, the caller must close the group.
         """
         loop = asyncio.get_running_loop()
         for rank in parallel.ranks_here[1:]:
@@ -86,7 +86,7 @@ class WorkerGroup:
             self.workers.append(WorkerProcess(rank, end, host))
 
     def open_rendezvous(self, parallel: ParallelPlan, timeout_s: float) -> tuple[Rendezvous, int]:
-        """Return the rendezvous, and the descriptor of rank 0's listening socket (-1 for ranks on one machine)."""
+        """Return the rendezvous, and the file descriptor of rank 0's listening socket (-1 on a single machine)."""
         if parallel.master_address is None:
             self._folder = RendezvousFolder()
             return Rendezvous(host=LOOPBACK, timeout_s=timeout_s, path=self._folder.store), -1
@@ -122,9 +122,9 @@ class WorkerGroup:
         return bodies
 
     async def watch(self, take: Callable[[int, Frame], None]) -> None:
-        """Pass each message and its rank to `take`, until a worker fails. Never returns.
+        """Call `take` with each message and its rank, until a worker fails. Never returns.
 
-        When a worker fails or ends, or `failure` is set, it kills all workers and raises `WorkerFailed`.
+        When a worker fails or ends, or `failure` is set, kills all workers and raises `WorkerFailed`.
         """
         try:
             async with anyio.create_task_group() as watching:
@@ -152,8 +152,8 @@ class WorkerGroup:
             worker.close_link()
 
     def reap(self) -> None:
-        """Wait until all workers have ended, and kill slow workers. Blocks. May be called from any thread."""
-        self._starter.submit(lambda: None).result()  # waits for processes that are just being started
+        """Wait until all workers have ended. Kills those that take too long. Blocks. May be called from any thread."""
+        self._starter.submit(lambda: None).result()  # waits until processes that are being started exist
         for worker in self.workers:
             worker.reap()
         self._starter.shutdown()
@@ -168,22 +168,26 @@ class WorkerGroup:
 
 
 class WorkerProcess:
-    """The process of one rank, on this or another machine, at the other end of a link.
+    """The process of one rank, on this machine or another one, with the engine's end of its link.
 
-    The process always ends with its owner: it watches the link and, on this machine, also its parent.
+    The process ends when its engine ends: it watches the link and, on this machine, also its parent process.
     """
 
     def __init__(self, rank: int, end: socket.socket, host: str | None = None) -> None:
-        """`end` is the engine's end of the link. `host` is the process's machine, or None for this machine."""
+        """Create the object. `end` is the engine's end of the link.
+
+        `host` is the process's machine, or None for this one.
+        """
         self.rank = rank
         self._host = host
-        self._process: subprocess.Popen[bytes] | None = None  # None before the start, and always for another machine
+        # None before the start, and always for a process on another machine.
+        self._process: subprocess.Popen[bytes] | None = None
         self._socket = end
         self._link = Link(end)
         self._remote: RemoteError | None = None
 
     def start(self, end: socket.socket, environment: Mapping[str, str] | None = None) -> None:
-        """Start the process on this machine. It inherits only `end`, which is closed here. Blocks."""
+        """Start the process on this machine. It inherits only `end`, which this method closes. Blocks."""
         with end:
             self._process = start_process(end, environment)
 
@@ -207,12 +211,12 @@ class WorkerProcess:
         return frame
 
     async def watch(self, take: Callable[[int, Frame], None]) -> None:
-        """Pass messages to `take` until the worker fails or ends, then raise `WorkerFailed`. Never returns."""
+        """Call `take` with each message until the worker fails or ends, then raise `WorkerFailed`. Never returns."""
         while True:
             take(self.rank, await self.receive())
 
     async def _ended(self, unreadable: BaseException | None = None) -> WorkerFailed:
-        """Wait until the process has ended. Return an error that says how it ended."""
+        """Wait until the process has ended. Return an error that tells how it ended."""
         await anyio.to_thread.run_sync(self.reap, abandon_on_cancel=True)
         how = "sent an invalid message" if unreadable is not None and self._remote is None else self._how()
         who = f"process {self.process_id}" if self._host is None else f"on {self._host}"
@@ -238,13 +242,13 @@ class WorkerProcess:
         if self._process is not None:
             self._process.kill()
             return
-        with suppress(OSError):  # raised if the link is already closed
+        with suppress(OSError):  # raised if the link is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def reap(self) -> None:
-        """Wait until the process has ended, and kill it after a timeout. Blocks. May be called from any thread.
+        """Wait until the process has ended. Kills it after a timeout. Blocks. May be called from any thread.
 
-        Does nothing for a process on another machine, because only its link is known.
+        Does nothing for a process on another machine, of which only the link is known.
         """
         if self._process is None:
             return
@@ -260,7 +264,7 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a worker process that inherits only this end of a link.
 
-    The process is killed when the thread that starts it ends.
+    The kernel kills the process when the thread that started it ends.
     """
     if not sys.executable:
         raise ConfigurationError("Workers cannot be started: sys.executable names no Python interpreter.")
@@ -268,15 +272,15 @@ def start_process(
         [sys.executable, "-P", "-m", MODULE, str(end.fileno()), str(os.getpid()), *words],
         stdin=subprocess.DEVNULL,
         pass_fds=(end.fileno(),),
-        start_new_session=True,  # Ctrl-C reaches only the engine, which ends the workers
+        start_new_session=True,  # so that Ctrl-C reaches only the engine, which then ends the workers
         env=_environment(environment or {}),
     )
 
 
 def thread_environment(plan: Plan) -> dict[str, str]:
-    """Return an environment variable that limits the threads per rank, if several ranks share a CPU.
+    """Return the environment variable that limits the threads of each rank, if several ranks share a CPU.
 
-    With more threads than cores, a step takes many times longer. A value set by the user is kept.
+    With more threads than cores, a step would take many times longer. A value that the user has set is kept.
     """
     parallel = plan.parallel
     several = plan.model.device == "cpu" and parallel.ranks * parallel.copies > 1
@@ -287,7 +291,7 @@ def thread_environment(plan: Plan) -> dict[str, str]:
 
 
 def run_node(plan: Plan, facts: ModelFacts) -> int:
-    """Run this machine's ranks for an engine on another machine. Return the worst exit status.
+    """Run this machine's ranks for an engine on another machine. Return the worst exit status of its ranks.
 
     Blocks until the ranks end. Raises `ConfigurationError` if the first machine does not accept them.
     """
@@ -315,7 +319,7 @@ def run_node(plan: Plan, facts: ModelFacts) -> int:
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with this process's import path, so that workers can import the same modules."""
+    """Return an environment with this process's import path, so that workers import the same modules."""
     root = str(Path(next(iter(runtime.__path__))).parent)
     path = dict.fromkeys([root, *(entry for entry in sys.path if entry)])
     return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(path)}

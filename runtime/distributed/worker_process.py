@@ -1,6 +1,6 @@
-"""The process of one rank: `python -m runtime.distributed.worker_process LINK PARENT`, started by the engine.
+"""The process of one rank, which the engine starts as `python -m runtime.distributed.worker_process LINK PARENT`.
 
-It reads a setup and then batches from its link. It ends when the process at the other end ends.
+It reads a setup and then batches from its link. It ends when the engine at the other end of the link ends.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from runtime.worker.model_runner import StepExecutor
 
 PR_SET_PDEATHSIG = 1
-EXIT_DELAY_S = 1.0  # time for a worker to end by itself after its link has closed
+EXIT_DELAY_S = 1.0  # after its link has closed, a worker has this many seconds to end by itself
 
 
 def main(link_fd: int, parent: int, path: str | None = None) -> int:
-    """Work until the link closes. Return the exit status. Exceptions are sent to the engine as text.
+    """Serve the link until it closes, and return the exit status. Exceptions are sent to the engine as text.
 
-    `path` is the checkpoint's path on this machine, if the engine runs on another machine.
+    `path` is the path of the checkpoint on this machine, if the engine runs on another machine.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it and ends the workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undoes the parent's handling, which is inherited
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C, and then ends the workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undoes the parent's handler, which is inherited
     _die_with_parent(parent)
     end = socket.socket(fileno=link_fd)
     end.setblocking(True)
@@ -46,7 +46,7 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
         _work(link, path)
     except LinkClosed:
         return 0
-    except BaseException:  # sent to the engine, which raises it with this traceback
+    except BaseException:  # the engine raises it with this traceback
         _report(link, traceback.format_exc())
         return 1
     return 0
@@ -62,7 +62,7 @@ def _work(link: WorkerLink, path: str | None) -> None:
         torch.cuda.set_device(setup.device)
     worker = ModelWorker(setup)
     link.send(encode({"loaded": True}))
-    link.receive()  # wait until all ranks and replicas have loaded their weights
+    link.receive()  # waits until all ranks and replicas have loaded their weights
     link.send(encode({"memory": worker.memory()}))
     join = link.receive().body["join"]
     rendezvous = Rendezvous(**join["rendezvous"])
@@ -85,7 +85,7 @@ def _work(link: WorkerLink, path: str | None) -> None:
 
 
 def _follow(executor: StepExecutor, frame: Frame) -> None:
-    """Run the batch in a frame. With pipeline parallelism, a step's beginning and its end are separate frames."""
+    """Run the batch in a frame. With pipeline parallelism, the begin and the end of a step are separate frames."""
     if "batch" in frame.body:
         executor.begin(decode_batch(frame))
     if not executor.pipelined or "end" in frame.body:
@@ -93,7 +93,7 @@ def _follow(executor: StepExecutor, frame: Frame) -> None:
 
 
 def _answer(link: WorkerLink, executor: StepExecutor, frame: Frame) -> None:
-    """Run a verb (see `runtime.worker.verbs`) and send the answer. An exception other than a refusal ends this rank."""
+    """Run a verb (see `runtime.worker.verbs`) and send its answer. Any exception except a refusal ends this rank."""
     from runtime.worker.verbs import run_verb
 
     number, verb = frame.body["call"], frame.body["verb"]
@@ -107,7 +107,7 @@ def _answer(link: WorkerLink, executor: StepExecutor, frame: Frame) -> None:
     def send_later(done: Future[Any]) -> None:
         try:
             send(done.result)
-        except BaseException:  # on a thread that would swallow the error: the engine must not wait for this answer
+        except BaseException:  # this thread would hide the error, and the engine would wait forever for the answer
             _report(link, traceback.format_exc())
             os._exit(1)
 
@@ -123,7 +123,7 @@ def _answer(link: WorkerLink, executor: StepExecutor, frame: Frame) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the parent ends (Linux). On other systems, it ends when the link closes."""
+    """Make the kernel kill this process when its parent ends (Linux). Elsewhere, it ends when the link closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -131,7 +131,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _exit_on_hang_up(link_fd: int) -> None:
-    """End the process after the link has closed, even while it computes or waits for other ranks."""
+    """End the process after its link has closed, even while it computes or waits for other ranks."""
     poll = select.poll()
     poll.register(link_fd, getattr(select, "POLLRDHUP", 0))
     poll.poll()
@@ -150,4 +150,4 @@ def _report(link: WorkerLink, trace: str) -> None:
 if __name__ == "__main__":
     status = main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
     sys.stderr.flush()
-    os._exit(status)  # exits without waiting for threads of process groups, whose other ranks may have ended
+    os._exit(status)  # does not wait for threads of process groups, which may wait for ranks that have ended

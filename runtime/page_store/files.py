@@ -1,8 +1,8 @@
 """A page store in a folder, which several servers may share.
 
 Each page is a file. It is written under a temporary name and then renamed, so a reader sees the whole file or none,
-even if the writer is killed. The size of the folder is limited: whenever a server has written a certain share of the
-limit, it adds up the sizes of all files and deletes the least recently used ones.
+even if the writer is killed. The size of the folder is limited. Whenever a server has written a certain share of this
+limit, it adds up the sizes of all files. If they exceed the limit, it deletes the least recently used files.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ logger = logging.getLogger("penstock.core")
 
 PATH_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 DEFAULT_MAX_GB = 20.0
-FREE_SHARE = 0.5  # without `max_gb`, maximum share of the file system's free space
-SCAN_SHARE = 0.05  # the folder is scanned whenever this share of its limit has been written
-KEPT_SHARE = 0.9  # share of the limit that a deletion leaves
-OLD_S = 86_400.0  # seconds; unfinished files of other machines are deleted after this time
+FREE_SHARE = 0.5  # without `max_gb`, the limit of the folder is this share of the file system's free space
+SCAN_SHARE = 0.05  # a server adds up the sizes of the files whenever it has written this share of the limit
+KEPT_SHARE = 0.9  # after a deletion, the files take at most this share of the limit
+OLD_S = 86_400.0  # age in seconds at which unfinished files of other machines are deleted
 
 _numbers = count()
 
 
 def store_folder(config: Mapping[str, Any]) -> Path:
-    """Return the folder that the settings name, or the default folder."""
+    """Return the folder that the settings name, or else the default folder."""
     path = config.get("path") or os.environ.get(PATH_VARIABLE)
     return Path(path).expanduser() if path else cache_folder("pages")
 
 
 class FileStore:
-    """The pages of one space in a folder. Implements `PageStore`."""
+    """Pages of one space as files in a folder. Implements `PageStore`."""
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
-        """Open the folder, and create it if necessary. Raises `ConfigurationError` if it is not writable."""
+        """Open the folder. Creates it if necessary. Raises `ConfigurationError` if it is not writable."""
         self.root = store_folder(config)
         self._space = space
         self._folder = self.root / space.name / f"{space.rank}-of-{space.num_ranks}"
@@ -65,7 +65,7 @@ class FileStore:
         limit = min(DEFAULT_MAX_GB * 10**9, held + FREE_SHARE * free_bytes) if asked is None else asked * 10**9
         self.max_bytes = int(limit)
         self._lock = threading.Lock()
-        self._written = self.max_bytes  # bytes written since the last scan; the first write scans
+        self._written = self.max_bytes  # bytes written since the last scan; this value makes the first write scan
 
     def exists(self, keys: Sequence[bytes]) -> int:
         for number, key in enumerate(keys):
@@ -102,7 +102,7 @@ class FileStore:
                 os.close(file)
             try:
                 os.rename(partial, path)
-            except FileNotFoundError:  # the first page of its folder
+            except FileNotFoundError:  # the folder of this page's key prefix does not exist yet
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 os.rename(partial, path)
         except OSError:
@@ -128,7 +128,7 @@ class FileStore:
         return f"{self._folder}/{name[:2]}/{name}"
 
     def _delete_partial(self) -> None:
-        """Delete unfinished files of processes that no longer run."""
+        """Delete the unfinished files of processes that have ended."""
         host = socket.gethostname()
         for path in self._partial.iterdir():
             name, _, rest = path.name.rpartition("-")
@@ -141,7 +141,7 @@ class FileStore:
                     path.unlink()
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the least recently used files, if the folder may exceed its limit."""
+        """If the folder may exceed its limit, scan it and delete the least recently used files."""
         with self._lock:
             self._written += num_bytes
             if self._written < SCAN_SHARE * self.max_bytes:
@@ -150,7 +150,8 @@ class FileStore:
             try:
                 lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX)  # only one of the servers that share the folder deletes at a time
+                    # So that only one of the servers that share the folder deletes at a time.
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                     self._delete_oldest(num_bytes)
                 finally:
                     os.close(lock)
@@ -165,12 +166,12 @@ class FileStore:
         for _, size, path in files:
             if total <= KEPT_SHARE * self.max_bytes - SCAN_SHARE * self.max_bytes:
                 return
-            with suppress(FileNotFoundError):  # another server deleted it
+            with suppress(FileNotFoundError):  # another server has deleted it
                 os.unlink(path)
             total -= size
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (time of last use, bytes, path) for every page of all spaces."""
+        """Yield (time of last use, bytes, path) of every page in the folder, in all spaces."""
         yield from _walk(self.root)
 
 
@@ -180,7 +181,7 @@ def _walk(folder: str | Path) -> Iterator[tuple[float, int, str]]:
     except OSError:
         return
     for entry in entries:
-        with suppress(OSError):  # deleted by another server
+        with suppress(OSError):  # another server has deleted the file
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(entry.path)
             elif len(entry.name) == 64:
@@ -189,10 +190,10 @@ def _walk(folder: str | Path) -> Iterator[tuple[float, int, str]]:
 
 
 def _read(file: int, parts: Sequence[memoryview]) -> int:
-    """Read into the buffers until they are full or the file ends. Return the number of bytes read."""
+    """Read from a file into the buffers until they are full or the file ends. Return the number of bytes."""
     total = os.readv(file, parts)
     whole = sum(len(part) for part in parts)
-    while total < whole:  # one call may read less than requested, for example at most 2 GiB
+    while total < whole:  # a single call may read less, for example at most 2 GiB
         start, rest = total, []
         for part in parts:
             rest += [part[start:]] if start < len(part) else []

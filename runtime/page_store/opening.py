@@ -22,5 +22,5 @@ def open_store(backend: str, space: StoreSpace, config: dict[str, Any]) -> PageS
     try:
         make = getattr(import_module(config["module_path"]), config["class_name"])
         return make(space, config)
-    except Exception as error:  # the user's own code
+    except Exception as error:  # an error of the user's own class
         raise ConfigurationError(f"--hicache-storage-backend dynamic: {type(error).__name__}: {error}.") from error

@@ -4,12 +4,11 @@ Each rank of a prefill server keeps the pages of its prompts in memory (`Offered
 port plus its rank. The same rank of a decode server (`PeerPages`) requests pages from the prefill servers that the plan
 names. Both implement `PageStore`, so pages move as they do to and from files, with checksums.
 
-A connection begins with a greeting that names the space of the pages. Servers with different models or layouts
-therefore refuse each other. After that, each request consists of an operation and 32-byte keys:
+A connection begins with a greeting that names the space of the pages. A server therefore refuses a server with another
+model or page layout. After the greeting, each request consists of an operation and 32-byte keys:
 
-EXISTS  answer: the number of leading keys that have a page
-GET     answer per key: the number of bytes and the page, or -1
-WATCH   the first key names a prompt by its last full page. Answer: as EXISTS for the other keys, and the prompt's state
+EXISTS answer: the number of leading keys that have a page GET answer per key: the number of bytes and the page, or -1
+WATCH the first key names a prompt by its last full page. Answer: as EXISTS for the other keys, and the prompt's state
 """
 
 from __future__ import annotations
@@ -33,48 +32,48 @@ logger = logging.getLogger("penstock.core")
 
 EXISTS, GET, WATCH = 1, 2, 3
 HEAD = struct.Struct("<BI")  # operation, number of keys
-ANSWER = struct.Struct("<q")  # number of pages, or of bytes; -1: missing
+ANSWER = struct.Struct("<q")  # number of pages or of bytes; -1: the page is missing
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # maximum number of keys in one request
 TIMEOUT_S = 10.0
 RETRY_S = 10.0  # a decode server waits this long before it asks a prefill server again that did not answer in time
 MAX_GREETING = 512  # bytes
 MAX_CONNECTIONS = 256  # maximum number of connections to one rank of a prefill server
-REQUEST_S = 10.0  # time in which a decode server must send its greeting, or the rest of a request
-SEND_S = 30.0  # time in which one answer must be sent
-IDLE_S = 3600.0  # maximum time between two requests of a connection
-DEFAULT_GB = 4.0  # memory for offered pages per rank, in units of 10^9 bytes
+REQUEST_S = 10.0  # seconds in which a decode server must send its greeting, or the rest of a request
+SEND_S = 30.0  # seconds in which one answer must be sent
+IDLE_S = 3600.0  # maximum number of seconds between two requests of a connection
+DEFAULT_GB = 4.0  # memory for the offered pages of a rank, in 10^9 bytes
 PAGES_AT_ONCE = 64  # maximum number of pages that a decode server requests at a time
 MAX_ENDED = 4096  # maximum number of ended prompts that a prefill server remembers
-ENDED_S = 5.0  # time for which it remembers them
+ENDED_S = 5.0  # seconds for which it remembers them
 
 
 class PromptState(IntEnum):
-    """A prompt as a prefill server sees it."""
+    """The state of a prompt on a prefill server."""
 
-    UNKNOWN = 0  # it has not arrived, or ended a while ago
-    PENDING = 1  # it waits or is computed, or its pages are not offered yet
-    ENDED = 2  # it has ended, so no further page of it will come
+    UNKNOWN = 0  # it has not arrived yet, or it ended more than `ENDED_S` ago
+    PENDING = 1  # it is queued or being computed, or its pages are not offered yet
+    ENDED = 2  # it has ended, so no more of its pages will come
 
 
 def greeting(space: StoreSpace) -> bytes:
-    """Return the line with which a connection begins."""
+    """Return the line that a decode server sends first on a connection."""
     return f"penstock-pages-2 {space.name} {space.rank}/{space.num_ranks}\n".encode()
 
 
 class OfferedPages:
-    """The pages of one rank of a prefill server. The oldest pages are dropped if memory is short. A `PageStore`."""
+    """The pages that one rank of a prefill server offers. If memory is short, the oldest are dropped. A `PageStore`."""
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
-        """Start to listen, unless `space.page_bytes` is 0 (a store for lookups only).
+        """Start to listen at the rank's port. If `space.page_bytes` is 0 (a store only for lookups), do not listen.
 
         Raises `ConfigurationError` if the address cannot be used.
         """
         self._pages: OrderedDict[bytes, bytes] = OrderedDict()
         self._max_bytes = int(float(config.get("max_gb", DEFAULT_GB)) * 10**9)
         self._num_bytes = 0
-        self._pending: Counter[bytes] = Counter()  # number of requests with this prompt, by the prompt's last key
-        self._ended: OrderedDict[bytes, float] = OrderedDict()  # time of the end, by the prompt's last key
+        self._pending: Counter[bytes] = Counter()  # last key of a prompt -> number of requests with this prompt
+        self._ended: OrderedDict[bytes, float] = OrderedDict()  # last key of a prompt -> time at which it ended
         self._lock = threading.Lock()
         self._server: _Server | None = None
         if space.page_bytes:
@@ -92,7 +91,10 @@ class OfferedPages:
             return next((number for number, key in enumerate(keys) if key not in self._pages), len(keys))
 
     def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes]) -> None:
-        """Note prompts that have arrived, and prompts of which no further page will come, by their last keys."""
+        """Record which prompts have arrived, and which have ended so that no more of their pages will come.
+
+        A prompt is named by its last key.
+        """
         with self._lock:
             self._pending.update(begun)
             for key in ended:
@@ -105,7 +107,7 @@ class OfferedPages:
                 self._ended.popitem(last=False)
 
     def prompt_state(self, key: bytes) -> PromptState:
-        """Return the state of a prompt. If it has ended, all pages that will come are there."""
+        """Return the state of a prompt. If it has ended, all its pages that will ever come are here."""
         with self._lock:
             if key in self._pending:
                 return PromptState.PENDING
@@ -115,7 +117,7 @@ class OfferedPages:
         return PromptState.ENDED
 
     def page(self, key: bytes) -> bytes | None:
-        """Return the bytes of a page, or None."""
+        """Return the bytes of a page, or None if it is not here."""
         with self._lock:
             return self._pages.get(key)
 
@@ -157,7 +159,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, address: tuple[str, int], pages: OfferedPages, expected: bytes) -> None:
         self.pages = pages
         self.expected = expected
-        self.strangers: dict[socket.socket, None] = {}  # connections that have not sent a greeting yet, oldest first
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not sent their greeting, oldest first
         self.connections: set[socket.socket] = set()
         self.lock = threading.Lock()
         super().__init__(address, _Connection)
@@ -165,8 +167,8 @@ class _Server(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection on a new thread.
 
-        If there are too many connections, the oldest one that has not sent its greeting is closed. If all have, the new
-        connection is refused.
+        If there are too many connections, the oldest one without a greeting is closed. If all have sent their greeting,
+        the new connection is refused.
         """
         with self.lock:
             if len(self.connections) >= MAX_CONNECTIONS:
@@ -188,13 +190,13 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def close_connections(self) -> None:
-        """Close all connections, so that decode servers notice that these pages are offered no longer."""
+        """Close all connections, so that decode servers notice that the pages are not offered any more."""
         with self.lock:
             for connection in self.connections:
                 _shut_down(connection)
 
     def greeted(self, request: socket.socket) -> None:
-        """Note that a connection has sent the right greeting: it belongs to a decode server of the same model."""
+        """Record that a connection has sent the right greeting, so its peer is a decode server of the same model."""
         with self.lock:
             self.strangers.pop(request, None)
 
@@ -203,7 +205,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """End a connection. The thread that serves it then ends too, and closes the socket."""
+    """Shut a connection down. The thread that serves it then ends, and closes the socket."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -213,7 +215,7 @@ class _Connection(socketserver.BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        """Answer the requests of a decode server. If the connection is too slow, TimeoutError ends it."""
+        """Answer the requests of a decode server. A connection that is too slow ends with TimeoutError."""
         pages, expected = self.server.pages, self.server.expected
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if _receive(self.request, MAX_GREETING, REQUEST_S, end=b"\n") != expected:
@@ -236,7 +238,8 @@ class _Connection(socketserver.BaseRequestHandler):
                 self._send(ANSWER.pack(pages.exists(keys)))
                 continue
             if operation == WATCH:
-                state = pages.prompt_state(keys[0] if keys else b"")  # before its pages are counted
+                # Read before the pages are counted, so that pages which arrive meanwhile cannot be missed.
+                state = pages.prompt_state(keys[0] if keys else b"")
                 self._send(ANSWER.pack(pages.exists(keys[1:])) + bytes((state,)))
                 continue
             for key in keys:
@@ -245,11 +248,11 @@ class _Connection(socketserver.BaseRequestHandler):
 
     def _send(self, answer: bytes) -> None:
         self.request.settimeout(SEND_S)
-        self.request.sendall(answer)  # the timeout limits the whole call
+        self.request.sendall(answer)  # the timeout applies to the whole call
 
 
 def _receive(connection: socket.socket, size: int, seconds: float, *, end: bytes | None = None) -> bytes:
-    """Return `size` bytes, or fewer if the connection ends or if the data received so far ends with `end`.
+    """Return `size` bytes. Return fewer if the connection ends, or if the data received so far ends with `end`.
 
     Raises TimeoutError if this takes longer than `seconds`.
     """
@@ -267,15 +270,15 @@ def _receive(connection: socket.socket, size: int, seconds: float, *, end: bytes
 
 
 class PeerPages:
-    """The pages of all prefill servers, seen from one rank of a decode server. A read-only `PageStore`."""
+    """The pages of all prefill servers, for one rank of a decode server. A read-only `PageStore`."""
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
         self._space = space
         self._peers = [(host, int(port) + space.rank) for host, port in config["peers"]]
-        self._lock = threading.Lock()  # serialises the requests
+        self._lock = threading.Lock()  # held during a request, so that requests run one at a time
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._silent: dict[tuple[str, int], float] = {}  # peers that did not answer, and when to try them again
-        self._last: tuple[str, int] | None = None  # the peer that supplied the last page
+        self._last: tuple[str, int] | None = None  # the prefill server that supplied the last page
 
     def exists(self, keys: Sequence[bytes]) -> int:
         best = 0
@@ -287,7 +290,7 @@ class PeerPages:
     def watch(self, prompt: bytes, keys: Sequence[bytes]) -> tuple[int, PromptState]:
         """Return how many of the leading keys have a page, and the state of the prompt that computes them.
 
-        `prompt` is the key of its last full page. If no prefill server can be reached, the prompt has ended.
+        `prompt` is the key of the prompt's last full page. If no prefill server can be reached, the state is ENDED.
         """
         best, states = 0, set[int]()
         for peer in self._peers:
@@ -303,7 +306,7 @@ class PeerPages:
         return self.get_many([key], [parts]) == 1
 
     def get_many(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> int:
-        """Read pages, each into its consecutive buffers. Return the number of leading pages that were read."""
+        """Read pages; `pages` has the buffers of each page. Return the number of leading pages that were read."""
         if any(sum(map(len, parts)) != self._space.page_bytes for parts in pages):
             return 0
         count = 0
@@ -319,8 +322,9 @@ class PeerPages:
     def _read_pages(
         self, peer: tuple[str, int], keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]], first: int
     ) -> int:
-        """Read pages from one peer, from index `first` on. Return the index of the first page that it lacks."""
-        unused = [memoryview(bytearray(self._space.page_bytes))]  # for pages after a missing one
+        """Read pages from `peer`, from index `first` on. Return the index of the first page that it lacks."""
+        # Receives the pages after a missing one, which are not used.
+        unused = [memoryview(bytearray(self._space.page_bytes))]
         for begin in range(first, len(keys), PAGES_AT_ONCE):
             end = min(begin + PAGES_AT_ONCE, len(keys))
             number, missing = self._ask(peer, GET, keys[begin:end]), None
@@ -339,10 +343,10 @@ class PeerPages:
         return len(keys)
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
-        """Do nothing, because a decode server offers no pages."""
+        """Do nothing: a decode server does not offer pages."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Do nothing, because the pages belong to the prefill servers."""
+        """Do nothing: the pages belong to the prefill servers."""
 
     def clear(self) -> None:
         """Do nothing, because the pages belong to the prefill servers."""
@@ -355,7 +359,7 @@ class PeerPages:
 
     @contextlib.contextmanager
     def _using(self, peer: tuple[str, int]) -> Iterator[None]:
-        """Use the connection to a peer. An OSError closes the connection and ends the block."""
+        """Yield the connection to a prefill server. An OSError in the block ends it and closes the connection."""
         with self._lock:
             try:
                 yield
@@ -371,7 +375,7 @@ class PeerPages:
     def _ask(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
         """Send a request, and return the first number of its answer.
 
-        If the peer has closed an open connection in the meantime, the request is sent again on a new one.
+        If the prefill server has closed the connection since the last request, the request is sent again on a new one.
         """
         request = HEAD.pack(operation, len(keys)) + b"".join(keys)
         if peer in self._open:
@@ -409,7 +413,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _exchange(connection: socket.socket, request: bytes) -> int:
-    """Send a request, and return the first number of its answer."""
+    """Send a request on a connection, and return the first number of the answer."""
     connection.sendall(request)
     return ANSWER.unpack(_read(connection, ANSWER.size))[0]
 
@@ -422,7 +426,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _read_into(connection: socket.socket, part: memoryview) -> None:
-    """Fill a buffer of bytes. Raises OSError if the connection ends first."""
+    """Fill a buffer from the connection. Raises OSError if the connection ends first."""
     start = 0
     while start < len(part):
         count = connection.recv_into(part[start:])
@@ -432,7 +436,7 @@ def _read_into(connection: socket.socket, part: memoryview) -> None:
 
 
 def _spread(page: bytes, parts: Sequence[memoryview]) -> bool:
-    """Copy a page into consecutive buffers. Return False if its size differs from their total size."""
+    """Copy a page into consecutive buffers. Return False if the page's size differs from the size of all buffers."""
     if len(page) != sum(len(part) for part in parts):
         return False
     start = 0

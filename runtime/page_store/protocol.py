@@ -1,10 +1,10 @@
 """The protocol of page stores, and a wrapper that verifies checksums.
 
-A store maps the key of a page (32 bytes) to its bytes. It holds the pages of one rank of one model. Servers with the
-same model and layout may share it. A store may forget any page at any time, and may return wrong data: `CheckedStore`
-adds a checksum to each page, and treats a page with a wrong checksum as missing.
+A store maps the key of a page (32 bytes) to the page's bytes. It holds the pages of one rank of one model. Servers with
+the same model and page layout may share it. A store may lose any page at any time, and may return wrong data:
+`CheckedStore` adds a checksum to each page, and treats a page with a wrong checksum as missing.
 
-Torch-free.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ CHECKSUM_BYTES = 32
 class StoreSpace(NamedTuple):
     """Identifies the pages of one rank of a model. Pages of different spaces are never mixed."""
 
-    name: str  # hexadecimal digest of model and layout, used in file names
+    name: str  # hexadecimal digest of model and page layout, used in file names
     rank: int
     num_ranks: int
-    page_bytes: int  # bytes of each page on this rank, including the checksum
+    page_bytes: int  # bytes of a page on this rank, including the checksum
 
 
 class PageStore(Protocol):
-    """Keeps pages by key. Implement this protocol for your own store (`--hicache-storage-backend dynamic`).
+    """Stores pages by key. Implement this protocol for your own store (`--hicache-storage-backend dynamic`).
 
-    The constructor gets a `StoreSpace` and the mapping of `--hicache-storage-backend-extra-config`. Methods may block.
-    They are called from several threads. They may raise any exception, which counts as a miss.
+    The constructor gets a `StoreSpace` and the mapping of `--hicache-storage-backend-extra-config`. Methods are called
+    from several threads, and may block. They may raise any exception; the page then counts as missing.
     """
 
     def exists(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading keys have a page."""
+        """Return how many leading keys have a page."""
         ...
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        """Read a page into consecutive buffers. Return False if the store does not have the page."""
+        """Read a page into its consecutive buffers. Return False if the store does not have the page."""
         ...
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
-        """Keep a page, whose bytes are the concatenated parts. A reader must never see an incomplete page."""
+        """Store a page, whose bytes are the concatenated parts. Readers must never see an incomplete page."""
         ...
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -56,27 +56,27 @@ class PageStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the store's resources. No other method is running, and none is called afterwards."""
+        """Release the store's resources. Called last, when no other method runs."""
         ...
 
 
 @runtime_checkable
 class ReadsMany(Protocol):
-    """A store that reads several pages at once, which saves round trips to another machine."""
+    """A store that can read several pages in one request, which saves round trips to another machine."""
 
     def get_many(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> int:
-        """Read pages, each into its consecutive buffers. Return the number of leading pages that were read."""
+        """Read pages; `pages` has the buffers of each page. Return the number of leading pages that were read."""
         ...
 
 
 class CheckedStore:
-    """Adds a checksum of key and bytes to each page, and verifies it at each read."""
+    """Wraps a store. Adds a checksum of key and bytes to each page, and verifies the checksum at each read."""
 
     def __init__(self, store: PageStore, *, quick: bool = False) -> None:
-        """With `quick`, the checksum is a CRC-32. It detects transfer errors and takes half the time of SHA-256."""
+        """With `quick`, checksums are CRC-32, which detect transfer errors in half the time of SHA-256."""
         self.store = store
         self._checksum = _quick_checksum if quick else _checksum
-        self.num_corrupt = 0  # pages whose checksum was wrong
+        self.num_corrupt = 0  # number of pages whose checksum was wrong
         self.closing = False  # whether calls in progress should end soon
 
     def get(self, key: bytes, page: memoryview) -> bool:
@@ -91,7 +91,7 @@ class CheckedStore:
         return False
 
     def get_many(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
-        """Read pages into their buffers. Return the number of leading pages that were present and right."""
+        """Read pages into their buffers. Return the number of leading pages that were found and intact."""
         if not isinstance(self.store, ReadsMany):
             for number, (key, page) in enumerate(zip(keys, pages, strict=True)):
                 if self.closing or not self.get(key, page):
@@ -124,7 +124,7 @@ def _quick_checksum(key: bytes, page: memoryview) -> bytes:
 
 
 def check_config(backend: str, config: dict[str, Any]) -> None:
-    """Raise `ConfigurationError` unless the settings fit the backend."""
+    """Raise `ConfigurationError` if the settings do not fit the backend."""
     if backend in ("prefill", "decode"):  # these settings come from the plan
         return
     option = "--hicache-storage-backend-extra-config"

@@ -1,1 +1,1 @@
-"""Records of a scheduler's decisions, and their replay."""
+"""Records the decisions of a scheduler to a file, and replays them."""

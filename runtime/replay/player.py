@@ -1,4 +1,4 @@
-"""Replays a record: the same scheduler makes the same decisions, with the recorded tokens or a model's."""
+"""Replays a record: the same scheduler makes the same decisions, with the recorded tokens or those of a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from runtime.request import Delta, Finish, Logprobs
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 
-FAILURE = b'["!"'  # beginning of a line with an exception of the scheduler
+FAILURE = b'["!"'  # begin of a line that records an exception of the scheduler
 
 
 class Difference(Exception):
-    """The replay decides differently from the record, or the scheduler's tables are inconsistent."""
+    """The replay made another decision than the record, or the scheduler's tables are inconsistent."""
 
     def __init__(self, line: int, step: int, message: str) -> None:
         self.line, self.step = line, step
@@ -30,20 +30,20 @@ class Difference(Exception):
 
 
 class Launched(NamedTuple):
-    """A batch was built. It equals the recorded one."""
+    """Event: a batch was built, which equals the recorded one."""
 
     batch: Batch
 
 
 class Added(NamedTuple):
-    """A request was added."""
+    """Event: a request was added."""
 
     time_s: float  # seconds since the record began
     sequences: list[Sequence]
 
 
 class Applied(NamedTuple):
-    """A step was applied, with the recorded tokens of each row."""
+    """Event: a step was applied, with the recorded tokens of each row."""
 
     batch: Batch
     tokens: list[list[int]]
@@ -52,14 +52,14 @@ class Applied(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """The measured time of the last applied step."""
+    """Event: the time of the last applied step was measured."""
 
     batch: Batch
     seconds: float
 
 
 class Dropped(NamedTuple):
-    """The results of all steps in flight will be ignored."""
+    """Event: all steps in flight were dropped, so their results will be ignored."""
 
 
 Event = Added | Launched | Applied | Timed | Dropped
@@ -67,19 +67,20 @@ Event = Added | Launched | Applied | Timed | Dropped
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of repeated events of a replay."""
+    """How often each event occurred in a replay."""
 
     steps: int = 0
     requests: int = 0
     tokens: int = 0  # generated tokens
-    failures: list[str] = field(default_factory=list)  # repeated exceptions of the scheduler that the record has too
+    # Exceptions of the scheduler that occurred in the record and again in the replay.
+    failures: list[str] = field(default_factory=list)
 
 
 class Player:
-    """Replays one record. `events` may be iterated only once."""
+    """Replays one record. `events` may be called only once."""
 
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
-        """With `check`, the scheduler's tables are verified after every step.
+        """Open a record. With `check`, the scheduler's tables are checked after every step.
 
         Raises `ConfigurationError` if the file is not a record of this version.
         """
@@ -118,7 +119,7 @@ class Player:
         """Repeat the recorded calls, and yield each step.
 
         Raises `Difference` at the first difference, and `ConfigurationError` if a line cannot be read. An incomplete
-        last line, which a killed process leaves, is ignored.
+        last line, which a killed process may leave, is ignored.
         """
         last = len(self._lines) - 1
         while self.line < last:
@@ -141,12 +142,12 @@ class Player:
             raise ConfigurationError(f"{self.path}, line {number + 1}: {error}.") from error
 
     def _expected(self) -> Difference:
-        """Return the difference for a call that succeeds here, but failed in the record."""
+        """Return the `Difference` for a call that succeeds now, but failed in the record."""
         _, kind, message = self._read(self.line)
         return self._difference(f"the record has {kind}: {message}")
 
     def _compare_failure(self, error: Exception) -> None:
-        """Accept an exception that the record has too. Raise `Difference` for any other exception."""
+        """Accept an exception that is also in the record. Raise `Difference` for any other exception."""
         failed = self._lines[self.line].startswith(FAILURE)
         if isinstance(error, Difference):
             raise self._expected() if failed else error
@@ -163,7 +164,7 @@ class Player:
         return Difference(self.line, self.counts.steps, message)
 
     def _repeat(self, event: list[Any]) -> Event | None:
-        """Repeat the recorded call."""
+        """Make a recorded call again. Return its event, or None."""
         kind, *values = event
         match kind:
             case "f" | "n":
@@ -181,7 +182,7 @@ class Player:
             case "x":
                 self.scheduler.abort(self._named(values[1]), Finish(values[2]))
             case "e":
-                for sequence in self._named([values[1]]):  # none if it has already ended
+                for sequence in self._named([values[1]]):  # empty if the sequence has already ended
                     self.scheduler.end(sequence)
             case "w":
                 self.scheduler.withdraw(self._named(values[0]))
@@ -294,10 +295,10 @@ class Player:
 
 
 def replay(path: str | Path, *, check: bool = True) -> Counts:
-    """Replay a record with the recorded tokens. Return what was repeated.
+    """Replay a record with the recorded tokens. Return how often each event occurred.
 
-    Raises `Difference` at the first difference. A record of a failing schedule is a test: `replay(path)` raises or
-    returns `failures` until the bug is fixed.
+    Raises `Difference` at the first difference. The record of a failure can serve as a test: until the bug is fixed,
+    `replay(path)` raises an exception or returns `failures`.
     """
     player = Player(path, check=check)
     for _ in player.events():

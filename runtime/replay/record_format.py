@@ -38,14 +38,14 @@ from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 
 VERSION = 1
-KEY_LIMIT = 2**61 - 1  # image keys are recorded modulo this number
+KEY_LIMIT = 2**61 - 1  # keys of media tokens are recorded modulo this number
 SAMPLING_DEFAULTS = SamplingParams()
-# Parameters that the scheduler does not read. The detokenizer, grammars and processors read them.
+# Parameters that only the detokenizer, grammars and logits processors read, and not the scheduler.
 UNRECORDED = frozenset({"stop", "stop_regex", "custom_params", "custom_logit_processor", "bad_words"})
 
 
 def header(plan: SchedulerPlan, cache: PrefixCache, **settings: Any) -> dict[str, Any]:
-    """Return the first line of a record. `settings` has the remaining arguments of `make_cache` and `Scheduler`."""
+    """Return the first line of a record. `settings` are the other arguments of `make_cache` and `Scheduler`."""
     values = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "reasons"}
     return {
         "penstock_record": VERSION,
@@ -69,7 +69,7 @@ def make_plan(first: Mapping[str, Any]) -> SchedulerPlan:
 
 
 def make_cache(first: Mapping[str, Any]) -> PrefixCache:
-    """Return an empty cache with the settings of a record."""
+    """Create an empty cache with the settings of a record."""
     num_pages, page_size = int(first["num_pages"]), int(first["page_size"])
     kinds: list[CacheKind] = []
     for name, count, window in first["kinds"]:
@@ -94,12 +94,12 @@ def make_cache(first: Mapping[str, Any]) -> PrefixCache:
 
 
 def name_of(sequence: Sequence) -> int | list[int]:
-    """Return the name of a sequence in records."""
+    """Return the name that a record gives to a sequence."""
     return sequence.request.id if not sequence.index else [sequence.request.id, sequence.index]
 
 
 def digest(batch: Batch) -> str:
-    """Return 8 hexadecimal digits that differ if any decision in the batch differs."""
+    """Return 8 hexadecimal digits that depend on every decision in the batch, to compare two batches."""
     found = blake2b(digest_size=4)
     arrays: list[NDArray[Any]] = [batch.starts, batch.counts, batch.sequence_indices, batch.token_ids, batch.page_table]
     if batch.sampling is not None:
@@ -121,7 +121,7 @@ def digest(batch: Batch) -> str:
 
 
 def request_fields(sequences: tuple[Sequence, ...]) -> dict[str, Any]:
-    """Return the fields of a request that a replay needs. Prompt ids are recorded, but texts are not."""
+    """Return the fields of a request that a replay needs. They include the ids of the prompt, but no texts."""
     first = sequences[0]
     request, media = first.request, first.media
     values: dict[str, Any] = {
@@ -153,7 +153,7 @@ def request_fields(sequences: tuple[Sequence, ...]) -> dict[str, Any]:
 
 
 def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
-    """Return the sequences of a recorded request."""
+    """Create the sequences of a recorded request."""
     adapter, logprobs = values.get("adapter"), values.get("logprobs")
     if logprobs is not None:
         logprobs = LogprobParams(**{**logprobs, "token_ids": tuple(logprobs["token_ids"])})
@@ -193,20 +193,20 @@ def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
 
 
 class RecordedConstraint:
-    """A `DraftedConstraint` whose host data is set by the replay, as it arrived in the recorded run."""
+    """A `DraftedConstraint` for replays, which set its host data as in the recorded run."""
 
     def __init__(self, takes_drafts: bool) -> None:
         self.takes_drafts = takes_drafts
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """Do nothing, because the replay sets the data."""
+        """Do nothing, because the player sets the data."""
 
     def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
-        """Do nothing, because the record has the accepted draft tokens."""
+        """Do nothing, because the record contains the accepted draft tokens."""
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, as JSON values."""
+    """Return the sampling parameters that differ from their defaults, as JSON values."""
     found: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)

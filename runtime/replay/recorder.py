@@ -1,4 +1,4 @@
-"""A scheduler that writes every call and every decision to a file (`--record`)."""
+"""A scheduler that writes all calls and decisions to a file (`--record`)."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ T = TypeVar("T")
 
 
 class RecordWriter:
-    """Appends lines to a new file. Each line is written immediately, so a killed process loses none."""
+    """Appends lines to a new file. Each line is written immediately, so none is lost if the process is killed."""
 
     def __init__(self, path: str | Path) -> None:
-        """Create the file. If it exists, a number is added to its name. Raises `OSError`."""
+        """Create the file. If the name is in use, a number is added to it. Raises `OSError`."""
         self.path = path = Path(path)
         number = 1
         while path.exists():
             number += 1
             path = self.path.with_name(f"{self.path.name}.{number}")
         self.path = path
-        # The file has the tokens of prompts and answers, so other users of this machine may not read it.
+        # The file contains the tokens of prompts and answers, so other users of this machine must not be able to read
+        # it.
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._file: BinaryIO | None = os.fdopen(opened, "wb", buffering=0)
 
     def write(self, value: object) -> None:
-        """Append a line. If the file cannot be written, log an error and end the record."""
+        """Append a line. If the file cannot be written, log an error and stop recording."""
         if self._file is None:
             return
         try:
@@ -53,7 +54,7 @@ class RecordWriter:
 class RecordedScheduler(Scheduler):
     """A `Scheduler` that records its calls, so that `Player` can repeat them.
 
-    Measured times are rounded before the scheduler uses them, so that the record has the exact values.
+    Measured times are rounded before the scheduler uses them, so that the record contains exactly the values used.
     """
 
     def __init__(
@@ -66,16 +67,17 @@ class RecordedScheduler(Scheduler):
         context_length: int,
         **settings: Any,
     ) -> None:
-        """`settings` are the settings of `record_format.header`."""
+        """Create the scheduler. `settings` are those of `record_format.header`."""
         super().__init__(plan, cache, vocab_size=vocab_size, context_length=context_length)
         self._writer = writer
         self._began_s = time.monotonic()
-        self._values: dict[str, Any] = {}  # last value of each measurement
-        self._resumed: list[Sequence] = []  # sequences resumed by the step being built
+        self._values: dict[str, Any] = {}  # name -> last value of a measurement
+        self._resumed: list[Sequence] = []  # sequences whose late host data arrived before the step that is being built
         self._running.on_resume = self._resumed.append
-        self._forced: list[tuple[Sequence, tuple[int, ...]]] = []  # forced tokens that the step may append
+        self._forced: list[tuple[Sequence, tuple[int, ...]]] = []  # forced tokens that may be appended before the step
         self._fast_forward.on_runs = self._forced.extend
-        self._was_idle = False  # whether the last line says that no sequence runs or waits
+        # Whether the last line says that no batch could be built, and no sequence runs or waits since then.
+        self._was_idle = False
         sizes = {"vocab_size": vocab_size, "context_length": context_length}
         writer.write(header(plan, cache, **sizes, **settings))
 
@@ -127,7 +129,7 @@ class RecordedScheduler(Scheduler):
         return batch
 
     def _host_data(self) -> tuple[list[Any], list[Any]]:
-        """Return the forced tokens that the step may append, and the sequences that it resumed."""
+        """Return the forced tokens that may be appended before the step, and the sequences that were resumed."""
         return [[name_of(each), ids] for each, ids in self._forced], [name_of(each) for each in self._resumed]
 
     def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
@@ -203,7 +205,7 @@ class RecordedScheduler(Scheduler):
         super().note_prompt_time(token_s)
 
     def _note(self, name: str, value: Any) -> None:
-        """Record a measured value, if it has changed."""
+        """Record a measured value, if it has changed since the last call."""
         if self._values.get(name) != value:
             self._values[name] = value
             self._write(["i", name, value])
@@ -216,7 +218,7 @@ class RecordedScheduler(Scheduler):
         return round((time.monotonic() - self._began_s) * 1e6)
 
     def _guard(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function`. If it raises an exception, record the exception."""
+        """Call `function`. If it raises an exception, record the exception, and raise it."""
         try:
             return function(*args)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The timeline of a record as a plot: when each request waited, was prefilled and decoded, and what the steps did."""
+"""Plots the timeline of a record: when each request waited, was prefilled and decoded, and what each step computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from runtime.replay.player import Added, Applied, Player, Timed
 from runtime.sequence import Sequence
 
-MAX_REQUESTS = 200  # requests with a bar of their own
+MAX_REQUESTS = 200  # maximum number of requests that get a bar in the plot
 WIDTH, LEFT, RIGHT = 900, 70, 10
 STEPS_HEIGHT = 90
 COLOURS = {"queue": "hsl(40,90%,50%)", "prefill": "hsl(210,80%,50%)", "decode": "hsl(130,60%,42%)"}
@@ -20,20 +20,20 @@ class Step(NamedTuple):
 
     begin_s: float  # seconds since the record began
     seconds: float
-    num_decode_tokens: int  # all other tokens that it computed, drafts included
-    num_prompt_tokens: int  # prompt tokens that it computed
+    num_decode_tokens: int  # number of all other tokens that it computed, including draft tokens
+    num_prompt_tokens: int  # number of prompt tokens that it computed
 
 
 @dataclass(slots=True)
 class Lifetime:
-    """The times of one output in a record, in seconds since the record began. None: not reached in the record."""
+    """The times of one output, in seconds since the record began. None: did not happen in the record."""
 
     name: str
     added_s: float
     num_prompt: int
-    begun_s: float | None = None  # its first step began
-    first_s: float | None = None  # its first token
-    last_s: float | None = None  # the last change of its output
+    begun_s: float | None = None  # time at which its first step began
+    first_s: float | None = None  # time of its first token
+    last_s: float | None = None  # time of its last token or of its end
     num_output: int = 0
     finish: str = ""  # "stop", "length" or "abort"; empty if the record does not say
 
@@ -50,8 +50,8 @@ class Timeline:
 def read_timeline(path: str | Path) -> Timeline:
     """Replay a record of `--record`, and return its timeline.
 
-    Raises `ConfigurationError` if the file is not a record of this version, and `Difference` if the scheduler decides
-    differently now.
+    Raises `ConfigurationError` if the file is not a record of this version, and `Difference` if the scheduler now makes
+    other decisions.
     """
     lives: dict[Sequence, Lifetime] = {}
     by_name: dict[tuple[int, int], Lifetime] = {}
@@ -92,9 +92,9 @@ def read_timeline(path: str | Path) -> Timeline:
 
 
 def as_svg(timeline: Timeline) -> str:
-    """Return the timeline as SVG, in the text colour of its page. Bars of requests have tooltips.
+    """Return the timeline as SVG, in the text color of the page that contains it. Bars of requests have tooltips.
 
-    The upper part shows the numbers of prompt tokens and of decode tokens in the steps. Below, each request has a bar.
+    The upper part shows how many prompt tokens and decode tokens the steps computed. Below it, each request has a bar.
     """
     shown = timeline.requests[:MAX_REQUESTS]
     start = min((each.added_s for each in timeline.requests), default=0.0)
@@ -129,7 +129,7 @@ def as_svg(timeline: Timeline) -> str:
 
 
 def _step_bars(steps: list[Step], start: float, scale: float) -> list[str]:
-    """Return bars of two pixels each: the numbers of decode and prompt tokens of the steps that begin there."""
+    """Return bars of two pixels each, which show the decode and prompt tokens of the steps that begin there."""
     bins: dict[int, list[int]] = {}
     for step in steps:
         found = bins.setdefault(max(0, int((step.begin_s - start) * scale)) // 2, [0, 0])

@@ -1,1 +1,1 @@
-"""A simulator: the scheduler over a virtual clock."""
+"""A simulator: runs the scheduler with a virtual clock, without a model."""

@@ -19,13 +19,14 @@ from runtime.batch import Batch
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import ConfigurationError
 
-OUTLIER = 10.0  # a fit ignores steps that take this many times as long as predicted, because the process was stopped
-NUM_FITS = 6  # the weights of each fit follow from the predictions of the previous fit
+# A fit ignores steps that take this many times as long as predicted, for example because the process was suspended.
+OUTLIER = 10.0
+NUM_FITS = 6  # each fit weights the steps by the predictions of the previous fit
 MIN_STEPS = 20  # minimum number of steps for a fit
 
 
 class GpuFigures(NamedTuple):
-    """Figures from a GPU's data sheet (dense bf16)."""
+    """Figures from a GPU's data sheet, for dense bf16 operations."""
 
     flops: float  # operations per second
     bandwidth: float  # memory bandwidth in bytes per second
@@ -38,14 +39,14 @@ GPUS: Mapping[str, GpuFigures] = {
     "a100": GpuFigures(312e12, 2.04e12),
     "l4": GpuFigures(121e12, 0.3e12),
 }
-# Shares of these figures that whole steps reach, from NVIDIA's measured kernel tables (aiconfigurator-core 0.12.0):
-# Llama-3.1-8B in bf16 decodes one row at 70 % of the bandwidth, and 8 prompts of 1,024 tokens reach 72 % to 78 % of the
-# operations per second. Gaps between kernels are not included.
+# Shares of these figures that whole steps reach. They come from NVIDIA's measured kernel tables (aiconfigurator-core
+# 0.12.0): Llama-3.1-8B in bf16 decodes one row at 70 % of the bandwidth, and 8 prompts of 1,024 tokens reach 72 % to 78
+# % of the operations per second. Gaps between kernels are not included.
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.7, 0.75
 
 
 class StepCosts(NamedTuple):
-    """Coefficients of the time of a step, in seconds."""
+    """Coefficients of the formula for the time of a step, in seconds."""
 
     base: float = 0.0
     row: float = 0.0
@@ -61,16 +62,19 @@ class StepCosts(NamedTuple):
         return self.base + work + context * self.context + pairs * self.pair
 
     def decode_seconds(self, num_rows: int, context: int, num_steps: int) -> NDArray[np.float64]:
-        """Return the predicted times [num_steps] of decode steps with the same rows. The first one reads `context`."""
+        """Return the predicted times [num_steps] of decode steps with the same rows.
+
+        `context` is that of the first step.
+        """
         work = max(self.floor, num_rows * self.row)
         contexts = np.arange(context, context + num_rows * num_steps, num_rows, dtype=np.float64)
         return contexts * self.context + (self.base + work)
 
 
 def features(batch: Batch) -> tuple[int, int, int, int]:
-    """Return the features (rows, tokens, context, pairs) of a step.
+    """Return the values of a step in the formula: (rows, tokens, context, pairs).
 
-    Rows with one token contribute `rows` and `context`. All other rows contribute `tokens` and `pairs`.
+    A row with one token counts in `rows` and `context`, any other row in `tokens` and `pairs`.
     """
     starts, counts = batch.starts, batch.counts
     num_tokens = len(batch.token_ids)
@@ -84,10 +88,10 @@ def features(batch: Batch) -> tuple[int, int, int, int]:
 
 
 def fit(steps: list[tuple[tuple[int, int, int, int], float]]) -> StepCosts:
-    """Return the costs that predict these steps (features, seconds) with the least relative errors.
+    """Fit the costs to measured steps: (features, seconds). Minimizes the relative errors.
 
-    Errors are relative to the prediction. Sums of predictions are therefore as long as sums of steps, including delays.
-    Raises `ConfigurationError` if there are too few steps.
+    Errors are relative to the predictions, so the predicted total time of many steps is right even if single steps are
+    delayed. Raises `ConfigurationError` if there are too few steps.
     """
     if len(steps) < MIN_STEPS:
         raise ConfigurationError(f"The record has {len(steps)} timed steps; a fit needs {MIN_STEPS}.")
@@ -103,7 +107,7 @@ def fit(steps: list[tuple[tuple[int, int, int, int], float]]) -> StepCosts:
 
 
 def _least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the non-negative solution. Columns with negative coefficients are removed, the worst one first."""
+    """Return a solution without negative coefficients: columns with negative ones are removed, the worst one first."""
     columns = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
     found = np.zeros(matrix.shape[1])
     while columns:
@@ -117,11 +121,11 @@ def _least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> 
 
 
 def published(gpu: str, facts: ModelFacts, weight_bytes: int) -> StepCosts:
-    """Return the costs of a dense model with `weight_bytes` in bf16 on one GPU of `GPUS`."""
+    """Return the costs of a dense model with `weight_bytes` bytes of bf16 weights on one GPU of `GPUS`."""
     figures = GPUS[gpu]
     bandwidth, flops = figures.bandwidth * BANDWIDTH_SHARE, figures.flops * FLOPS_SHARE
     kv_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * 2
-    token_s = weight_bytes / flops  # two operations per two-byte weight
+    token_s = weight_bytes / flops  # a weight of two bytes needs two operations
     return StepCosts(
         row=token_s,
         token=token_s,
@@ -132,7 +136,7 @@ def published(gpu: str, facts: ModelFacts, weight_bytes: int) -> StepCosts:
 
 
 def weight_bytes(facts: ModelFacts) -> int:
-    """Return the bytes of a dense model in bf16: the size on disk, or the size that its configuration implies."""
+    """Return the bytes of a dense model in bf16: its size on disk, or else the size that its configuration implies."""
     if facts.weight_bytes:
         return facts.weight_bytes
     inner = int(facts.config.get("intermediate_size") or 4 * facts.hidden_size)

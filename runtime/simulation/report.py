@@ -1,4 +1,4 @@
-"""The result of a simulation: times of requests, their percentiles, and a comparison as text, JSON and SVG."""
+"""The result of a simulation: request times and their percentiles, and comparisons as text, JSON and SVG."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Outcome:
         self.end_s = 0.0
         self.num_refused = self.num_retracted = self.num_steps = 0
         self.num_tokens = self.num_prompt = self.num_cached = 0
-        self.order: list[int] = []  # request ids in order of admission
+        self.order: list[int] = []  # request ids in the order of their admission
         self.numbers: dict[int, int] = {}  # request id -> index in the arrays
         self.arrived_s, self.first_s, self.last_s = array("d"), array("d"), array("d")
         self.num_output = array("l")
-        self._seen = bytearray()  # whether each request was admitted
+        self._seen = bytearray()  # [index in the arrays]: whether the request was admitted
 
     def arrived(self, request_id: int, time_s: float, num_prompt: int) -> None:
-        """Note a request that the queue accepted."""
+        """Record a request that the queue accepted."""
         self.numbers[request_id] = len(self.arrived_s)
         self.arrived_s.append(time_s)
         self.first_s.append(0.0)
@@ -42,7 +42,7 @@ class Outcome:
         self.num_prompt += num_prompt
 
     def admitted(self, batch: Batch, num_cached: int) -> None:
-        """Note the sequences of a batch that are in a step for the first time."""
+        """Record the sequences of a batch that run for the first time."""
         self.num_cached += num_cached
         for sequence in batch.sequences:
             number = self.numbers[sequence.request.id]
@@ -51,7 +51,7 @@ class Outcome:
                 self.order.append(sequence.request.id)
 
     def applied(self, deltas: list[Delta], now_s: float) -> None:
-        """Note the results of a step."""
+        """Record the results of a step."""
         self.num_steps += 1
         numbers, first_s, last_s, num_output = self.numbers, self.first_s, self.last_s, self.num_output
         for delta in deltas:
@@ -65,7 +65,7 @@ class Outcome:
                 self.num_tokens += count
 
     def decoded(self, sequences: Iterable[Sequence], num_steps: int, now_s: float) -> None:
-        """Note several steps with one token for each of these sequences. None of these tokens is a first one."""
+        """Record several steps that generated one token for each of these sequences, none of which is a first token."""
         self.num_steps += num_steps
         numbers, last_s, num_output = self.numbers, self.last_s, self.num_output
         for sequence in sequences:
@@ -76,13 +76,13 @@ class Outcome:
 
     @property
     def first_token_s(self) -> NDArray[np.float64]:
-        """Seconds to the first token, for each request with output."""
+        """Seconds from arrival to the first token, for each request with output."""
         has_output = np.asarray(self.num_output) > 0
         return (np.asarray(self.first_s) - np.asarray(self.arrived_s))[has_output]
 
     @property
     def token_s(self) -> NDArray[np.float64]:
-        """Mean seconds between two tokens, for each request with more than one token."""
+        """Mean seconds between two tokens, for each request with at least two tokens."""
         count = np.asarray(self.num_output)
         several = count > 1
         return ((np.asarray(self.last_s) - np.asarray(self.first_s))[several]) / (count[several] - 1)
@@ -112,7 +112,7 @@ class Outcome:
 
 
 def percentiles(seconds: NDArray[np.float64]) -> dict[str, float]:
-    """Return the mean and percentiles in milliseconds. All are 0 if there are no values."""
+    """Return the mean and percentiles in milliseconds, or zeros if there are no values."""
     if not len(seconds):
         return {"mean": 0.0, **{f"p{each}": 0.0 for each in PERCENTILES}}
     points = np.percentile(seconds, PERCENTILES)
@@ -121,7 +121,7 @@ def percentiles(seconds: NDArray[np.float64]) -> dict[str, float]:
 
 
 def as_text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with one column per policy."""
+    """Return a table with one column for each policy."""
     names = list(results)
     rows: list[tuple[str, ...]] = [("", *names)]
     for key, value in results[names[0]].items():
@@ -138,7 +138,7 @@ def as_text(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def as_svg(outcomes: Mapping[str, Outcome]) -> str:
-    """Return a plot of the share of requests whose first token arrives within a time, on a logarithmic axis."""
+    """Return a plot: the share of requests whose first token arrived within a time, which has a logarithmic axis."""
     samples = {name: np.sort(outcome.first_token_s) for name, outcome in outcomes.items()}
     known = [values for values in samples.values() if len(values)]
     low = max(min((float(values[0]) for values in known), default=0.001), 1e-4)

@@ -1,6 +1,6 @@
-"""Runs the real scheduler on a virtual clock.
+"""Runs the real scheduler with a virtual clock.
 
-Steps are not computed; each one advances the clock by its predicted time.
+Steps are not computed. Each one advances the clock by its predicted time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from runtime.simulation.costs import StepCosts
 from runtime.simulation.report import Outcome
 from runtime.simulation.traces import LAST_ID, OUTPUT_ID, Arrival
 
-MAX_SKIPPED = 4096  # steps that are skipped at once
+MAX_SKIPPED = 4096  # maximum number of steps that are skipped at once
 NO_FLAGS, NO_NUMBERS = np.zeros(0, np.bool_), np.zeros(0, np.float32)
-GENERATED = [OUTPUT_ID]  # tokens of a row, shared by all rows
+GENERATED = [OUTPUT_ID]  # the new tokens of a row; one list for all rows
 
 
 class Simulator:
-    """Simulates one replica with one policy. Mirrors the loop of `SchedulerActor`."""
+    """Simulates one replica with one scheduling policy. Works like the loop of `SchedulerActor`."""
 
     def __init__(
         self,
@@ -43,18 +43,22 @@ class Simulator:
         context_length: int,
         skips: bool = True,
     ) -> None:
-        """`skips` advances over many equal decode steps at once. It changes only the duration of the simulation."""
+        """Create the simulator. With `skips`, many equal decode steps are advanced at once.
+
+        This changes only how long the simulation takes, not its results.
+        """
         self.scheduler = Scheduler(plan, cache, vocab_size=vocab_size, context_length=context_length)
         self.outcome = Outcome()
         self._costs = costs
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._target_s = None if plan.target_token_ms is None else plan.target_token_ms / 1000
         self._times = StepTimes()
-        self._outputs: dict[tuple[int, int], list[int] | int] = {}  # of sequences that have not ended
-        # By sequence index: the length at which the sequence's output ends.
+        # Sequence -> its output or the output's length, for sequences that have not ended.
+        self._outputs: dict[tuple[int, int], list[int] | int] = {}
+        # By sequence index: length of the sequence at which its output ends.
         self._ends = [0] * plan.max_running
         self._skips = skips
-        self._special = 0  # number of unended sequences whose tokens are known, or that have no output
+        self._special = 0  # number of running or waiting sequences whose output is known, or that have no output
         self._in_flight: deque[tuple[Batch, float]] = deque()  # (batch, time at which it ends)
         self._now_s = self._device_free_s = self._applied_s = 0.0
 
@@ -94,9 +98,9 @@ class Simulator:
             self._special += isinstance(output, list)
 
     def _skip(self, next_arrival_s: float) -> bool:
-        """Advance over the equal decode steps up to the next arrival, or up to the next end of an output.
+        """Advance by equal decode steps up to the next arrival or the next end of an output.
 
-        The result is the same as that of single steps. Return False, without effect, if no step can be skipped.
+        The result is the same as with single steps. Returns False, and does nothing, if no step can be skipped.
         """
         if not self._skips or self._special or len(self._in_flight) != self._depth:
             return False
@@ -115,9 +119,9 @@ class Simulator:
         before_s = [end_s for _, end_s in self._in_flight]
         context = sum([sequence.num_computed for sequence in running])
         steps_s = self._costs.decode_seconds(len(running), context, limit)
-        steps_s[0] += began_s  # the times of the steps become the times at which they end
+        steps_s[0] += began_s  # now `steps_s` has the times at which the steps end
         ends_s = [*before_s, *np.add.accumulate(steps_s).tolist()]
-        # An arrival during a step waits for its end, so this step is the last one.
+        # A request that arrives during a step waits until the step ends, so this step is the last one.
         num_steps = min(limit, bisect_left(ends_s, next_arrival_s) + 1)
         self.scheduler.skip_steps(num_steps, OUTPUT_ID)
         self._now_s = ends_s[num_steps - 1]
@@ -139,7 +143,7 @@ class Simulator:
         return True
 
     def _note_decodes(self, times_s: list[float]) -> None:
-        """Note decode steps, of which each begins when the step before ends. `times_s` begins with the first start."""
+        """Record consecutive decode steps. `times_s` has the start of the first step, then the end of each step."""
         self._times.note_decodes([end_s - start_s for start_s, end_s in pairwise(times_s)])
         self.scheduler.note_step_time(self._times.decode_s)
         if self._target_s is not None:
@@ -179,10 +183,10 @@ class Simulator:
 
     def _forget(self, request_id: int, index: int) -> None:
         output = self._outputs.pop((request_id, index), None)
-        self._special -= isinstance(output, list)  # also for embeddings, whose output is []
+        self._special -= isinstance(output, list)  # embeddings count too: their output is []
 
     def _note(self, batch: Batch, seconds: float, num_tokens: int) -> None:
-        """Pass the scheduler the measurements of a step that `SchedulerActor` would pass."""
+        """Give the scheduler the measurements of a step that `SchedulerActor` would give it."""
         times, scheduler = self._times, self.scheduler
         times.note(batch, seconds)
         scheduler.note_step_time(times.decode_s)
@@ -194,10 +198,10 @@ class Simulator:
             scheduler.note_prompt_time(times.prompt_token_s)
 
     def _tokens(self, batch: Batch) -> list[list[int]]:
-        """Return the tokens of a step in which only the lengths of outputs are known."""
+        """Return the new tokens of a step in which only the lengths of the outputs are known."""
         if batch.sampling is None:
             return [[] for _ in batch.sequences]
-        lengths = (batch.starts + batch.counts + 1).tolist()  # length of each sequence after the step
+        lengths = (batch.starts + batch.counts + 1).tolist()  # length of each sequence after the step's token
         ends = self._ends
         tokens = [
             [LAST_ID] if length >= ends[index] else GENERATED
@@ -209,7 +213,7 @@ class Simulator:
         return tokens
 
     def _known_output(self, batch: Batch) -> StepOutput:
-        """Return the tokens of a step in which some outputs are known."""
+        """Return the new tokens of a step in which the tokens of some outputs are known."""
         tokens = self._tokens(batch)
         sampled = () if batch.sampling is None else batch.sampling.row_of.tolist()
         ends = (batch.starts + batch.counts).tolist()
@@ -227,7 +231,7 @@ class Simulator:
         return StepOutput(tokens, [], None, scored, embeddings)
 
     def _end_known(self, batch: Batch) -> None:
-        """End sequences whose known output is complete, because a stop string or an abort ended them."""
+        """End sequences whose known output is complete, where a stop string or an abort ended it in the record."""
         for sequence in batch.sequences:
             output = self._outputs.get((sequence.request.id, sequence.index))
             if isinstance(output, list) and len(sequence.ids) - sequence.num_prompt >= max(len(output), 1):
@@ -236,9 +240,9 @@ class Simulator:
 
 
 def decode_batch(number: int, sequences: list[Sequence], steps_back: int) -> Batch:
-    """Return the batch of decode rows that was launched `steps_back` steps ago, counted from 1.
+    """Return the batch with decode rows that was launched `steps_back` steps ago; 1 is the last step.
 
-    It has no page table and no parameters, because nothing computes it.
+    It has no page table and no sampling parameters, because no model computes it.
     """
     starts = np.array([sequence.num_computed - steps_back for sequence in sequences], np.int32)
     rows = np.arange(len(sequences), dtype=np.int32)

@@ -31,7 +31,7 @@ from runtime.simulation.costs import features
 BLOCK = 512  # number of tokens per element of `hash_ids`
 IDS = 2**31 - 2
 SAMPLING = SamplingParams(max_new_tokens=None, temperature=0.0)
-OUTPUT_ID, LAST_ID = IDS, IDS + 1  # id of generated tokens, and id of the token that ends an output
+OUTPUT_ID, LAST_ID = IDS, IDS + 1  # id of all generated tokens, and id of the token that ends an output
 
 
 class Arrival(NamedTuple):
@@ -39,21 +39,21 @@ class Arrival(NamedTuple):
 
     time_s: float
     sequences: list[Sequence]
-    outputs: list[list[int] | int]  # for each sequence: its tokens, or their number if the tokens are unknown
+    outputs: list[list[int] | int]  # for each sequence: its tokens, or the number of tokens if they are unknown
 
 
 class Measured(NamedTuple):
-    """The times in a record: of steps (for a fit) and of requests."""
+    """The measured times in a record, of steps (to fit costs) and of requests."""
 
-    steps: list[tuple[tuple[int, int, int, int], float]]  # features and seconds
+    steps: list[tuple[tuple[int, int, int, int], float]]  # (features of the step, seconds)
     first_s: dict[int, float]  # request id -> time of its first token
     last_s: dict[int, float]
     num_output: dict[int, int]
-    order: list[int]  # request ids in order of admission
+    order: list[int]  # request ids in the order of their admission
 
 
 def read_record(path: str | Path) -> tuple[Player, list[Arrival], Measured]:
-    """Replay a record. Return the player, the record's requests and its measured times."""
+    """Replay a record. Return the player, the recorded requests and the measured times."""
     player = Player(path, check=False)
     added: list[tuple[float, list[Sequence]]] = []
     outputs: dict[tuple[int, int], list[int]] = {}
@@ -84,7 +84,7 @@ def read_record(path: str | Path) -> tuple[Player, list[Arrival], Measured]:
         known = [outputs.get((each.request.id, each.index), []) for each in sequences]
         fresh = [each.restarted() for each in sequences]
         for each in fresh:
-            each.constraint = None  # the outputs are known
+            each.constraint = None  # not needed, because the outputs are known
         arrivals.append(Arrival(time_s, fresh, list(known)))
     return player, arrivals, found
 
@@ -165,12 +165,12 @@ def _drawn(text: str, limit: int | None) -> Iterator[Row]:
 
 
 def _length(draw: random.Random, mean: float) -> int:
-    """Return a random number from a log-normal distribution with this mean, like the lengths of chats."""
+    """Return a random length from a log-normal distribution with this mean, which resembles the lengths of chats."""
     return max(1, round(draw.lognormvariate(math.log(max(mean, 1)) - 0.5, 1.0)))
 
 
 def _fresh_ids() -> Callable[[int], list[int]]:
-    """Return a function that returns ids with a prefix that no earlier ids have."""
+    """Return a function that returns the given number of token ids, with a prefix that no earlier result has."""
     numbers = count()
 
     def fresh(length: int) -> list[int]:

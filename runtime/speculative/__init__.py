@@ -1,1 +1,1 @@
-"""Draft methods: they propose tokens, which the model verifies."""
+"""Draft methods: they propose draft tokens, which the model verifies."""

@@ -7,10 +7,11 @@ from runtime.speculative.ngram import NgramDrafter
 
 
 class ChainDrafter:
-    """Proposes the ids that prompt lookup finds. If it finds none, proposes placeholders for the draft model's ids.
+    """Proposes the token ids that prompt lookup finds.
 
-    While draft tokens are in flight, only the model proposes: prompt lookup would have to guess how many of them will
-    be accepted. Therefore only the oldest draft tokens in flight can come from prompt lookup.
+    If it finds none, proposes placeholders for the draft model's ids. While draft tokens are in flight, only the draft
+    model proposes, because prompt lookup would have to guess how many of them will be accepted. Therefore only the
+    oldest draft tokens in flight can come from prompt lookup.
     """
 
     __slots__ = ("_looked_up", "_lookup", "_model")
@@ -20,7 +21,7 @@ class ChainDrafter:
         self._looked_up = False  # whether the oldest draft tokens in flight come from prompt lookup
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
-        """Return up to `limit` ids or placeholders to follow the known `ids` and `num_pending` pending tokens."""
+        """Return up to `limit` ids or placeholders that follow the known `ids` and `num_pending` pending tokens."""
         if num_pending <= 1:  # no draft tokens in flight
             found = self._lookup.propose(ids, num_pending, limit)
             self._looked_up = bool(found)
@@ -29,12 +30,15 @@ class ChainDrafter:
         return self._model.propose(ids, num_pending, limit)
 
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
-        """Return alternatives to the proposed draft tokens (see the drafters' `alternatives`)."""
+        """Return alternatives to the proposed draft tokens (see `alternatives` of the two drafters)."""
         drafter = self._model if proposed[0] == DRAFT else self._lookup
         return drafter.alternatives(proposed)
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
-        """Record the result of the oldest proposal. `num_known` is the number of known tokens."""
+        """Record the result of the oldest proposal in flight.
+
+        `num_known` is the number of known tokens of the sequence.
+        """
         drafter = self._lookup if self._looked_up else self._model
         self._looked_up = False
         drafter.note(num_proposed, num_accepted, num_known)

@@ -1,25 +1,26 @@
-"""Measures whether draft tokens pay off: whether steps with them yield more tokens per second than plain steps."""
+"""Measures whether draft tokens pay off: whether steps with them yield more tokens per second than steps without."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TRIAL = 8  # number of steps of one kind that are measured in a row
-FIRST_INTERVAL, LONGEST_INTERVAL = 64, 1024  # number of steps before the slower kind is measured again
-KEPT = 0.9  # factor by which each further step of a kind reduces the weight of earlier ones
-LONGEST = 4.0  # a step counts as at most this multiple of the average time, because other work may delay it
+TRIAL = 8  # number of consecutive steps of one kind (with or without draft tokens) in a measurement
+# Shortest and longest number of steps until the slower kind is measured again.
+FIRST_INTERVAL, LONGEST_INTERVAL = 64, 1024
+KEPT = 0.9  # with each further step of a kind, the weight of all its earlier steps is multiplied by this
+LONGEST = 4.0  # other work can delay a step, so it counts as at most this multiple of the average time
 
 
 @dataclass(slots=True)
 class Rate:
-    """Averages over the steps of one kind. Newer steps have more weight."""
+    """Averages over the steps of one kind, with more weight on newer steps."""
 
     tokens: float = 0.0
     seconds: float = 0.0
     weight: float = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Add the tokens and the time of a step."""
+        """Add the number of new tokens and the time of a step."""
         if self.weight > 1:
             seconds = min(seconds, LONGEST * self.seconds / self.weight)
         self.tokens = KEPT * self.tokens + tokens
@@ -33,23 +34,23 @@ class Rate:
 
 @dataclass(slots=True)
 class _Load:
-    """The measurements at one load, and the kind of the next steps."""
+    """The measurements at one load, and the current kind of steps."""
 
     drafted: Rate = field(default_factory=Rate)
     plain: Rate = field(default_factory=Rate)
     allows: bool = True  # whether steps may have draft tokens
-    left: int = TRIAL  # number of steps until the other kind is measured or the kinds are compared
-    is_trial: bool = True  # whether these steps are measured for a comparison
+    left: int = TRIAL  # number of steps until the other kind is measured, or until the kinds are compared
+    is_trial: bool = True  # whether the current steps are part of a measurement
     interval: int = FIRST_INTERVAL
 
 
 class DraftGain:
-    """Decides for each load whether steps may have draft tokens. Loads are numbers of rows, grouped by powers of two.
+    """Decides for each load whether steps may have draft tokens. A load is a number of rows, rounded to a power of two.
 
-    Trials of `TRIAL` steps measure both kinds in turn. Between trials, all steps are of the faster kind. If the faster
-    kind stays the same, the interval between trials doubles. Steps that may have draft tokens, but have none because no
-    match was found, count as plain steps. Draft tokens are used if their rate exceeds `min_gain` times the rate of
-    plain steps.
+    Steps with draft tokens and plain steps (without) are measured in turn, `TRIAL` steps each. Between these trials,
+    all steps are of the faster kind. If the faster kind stays the same, the interval between trials doubles. A step
+    without a match has no draft tokens, so it counts as a plain step. Draft tokens are used if their tokens per second
+    exceed `min_gain` times those of plain steps.
     """
 
     def __init__(self, min_gain: float = 1.0) -> None:
@@ -64,7 +65,7 @@ class DraftGain:
         """Record a step without prompts: whether it had draft tokens, its new tokens, and its time in seconds."""
         load = self._load(num_rows)
         (load.drafted if drafted else load.plain).note(num_tokens, seconds)
-        if drafted != load.allows:  # launched before the last change, or no match was found
+        if drafted != load.allows:  # launched before the kind changed, or prompt lookup found no match
             return
         load.left -= 1
         if load.left > 0:
@@ -73,7 +74,7 @@ class DraftGain:
             load.allows, load.left, load.is_trial = not load.allows, TRIAL, True
             return
         pays = load.drafted.tokens_per_s > self._min_gain * load.plain.tokens_per_s
-        # The kind of this trial was the slower one before. If it still is, the next trial comes later.
+        # This trial measured the kind that was slower before. If it is still slower, the next trial comes later.
         load.interval = min(2 * load.interval, LONGEST_INTERVAL) if pays != load.allows else FIRST_INTERVAL
         load.allows, load.left, load.is_trial = pays, load.interval, False
 

@@ -1,32 +1,36 @@
-"""Chooses how many ids a draft model proposes (the `STANDALONE` method; Leviathan et al., arXiv 2211.17192)."""
+"""Chooses how many tokens a draft model proposes (the `STANDALONE` method; Leviathan et al., arXiv 2211.17192)."""
 
 from __future__ import annotations
 
-DRAFT = -2  # placeholder for an id that the draft model proposes in the step that verifies it
-LEAST_RATE = 0.3  # share of accepted first draft tokens below which draft tokens do not pay off
+DRAFT = -2  # placeholder for a draft token, whose id the draft model proposes in the step that verifies it
+LEAST_RATE = 0.3  # if a smaller share of first draft tokens is accepted, draft tokens do not pay off
 MEMORY = 8  # number of rows over which this share is averaged
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # number of tokens without draft tokens
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # shortest and longest pause, in tokens
 
 
 class ModelDrafter:
-    """Chooses how many ids the draft model proposes for one sequence. Only the device knows the ids.
+    """Chooses how many ids the draft model proposes for one sequence.
 
-    The number grows by one if all ids are accepted. If most are rejected, it falls to the number of accepted ids + 1.
-    If the first id is rejected too often, the number is 0 for a pause. Each further pause is twice as long.
+    Proposes placeholders, because only the device knows the ids. The number grows by one if all ids are accepted. If
+    most are rejected, it falls to the number of accepted ids + 1. If the first id is rejected too often, there is a
+    pause without draft tokens. Each further pause is twice as long.
     """
 
     __slots__ = ("_length", "_max_drafts", "_max_tree", "_pause", "_rate", "_resume", "_topk")
 
     def __init__(self, max_drafts: int, topk: int = 1, max_tree: int = 0) -> None:
-        """`topk` is the number of alternatives for each draft token. A draft tree has up to `max_tree` ids in total."""
+        """Create the drafter. `topk` is the number of alternatives for each draft token.
+
+        A draft tree has up to `max_tree` ids in total.
+        """
         self._max_drafts = self._length = max_drafts
         self._topk, self._max_tree = topk, max_tree
-        self._rate = 1.0  # average share of rows whose first id was accepted
+        self._rate = 1.0  # average share of rows whose first draft token was accepted
         self._pause = FIRST_PAUSE
-        self._resume = 0  # number of known tokens at which proposals resume
+        self._resume = 0  # number of known tokens at which the pause ends
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
-        """Return a placeholder for each proposed id, at most `limit`."""
+        """Return a placeholder for each proposed id. There are at most `limit`."""
         return [DRAFT] * min(self._length, limit) if len(ids) >= self._resume else []
 
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
@@ -39,7 +43,7 @@ class ModelDrafter:
         return places[: max(self._max_tree - count, 0)]
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
-        """Record the result of a proposal. `num_known` is the number of known tokens."""
+        """Record the result of a proposal. `num_known` is the number of known tokens of the sequence."""
         if num_accepted == num_proposed:
             self._length = min(num_proposed + 1, self._max_drafts)
         elif 2 * num_accepted < num_proposed:

@@ -1,7 +1,8 @@
 """Prompt lookup: proposes the tokens that followed an earlier occurrence of the sequence's last tokens.
 
 Outputs that copy or edit their prompt repeat long parts of it. A step that verifies several tokens takes little longer
-than a step that computes one. The index is a suffix automaton of the sequence's own prompt and output.
+than a step that computes one token. Earlier occurrences are found by a suffix automaton of the sequence's own prompt
+and output.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from itertools import islice
 from runtime.speculative.pace import Pace
 from runtime.speculative.suffix_automaton import ROOT, SuffixAutomaton
 
-CATCH_UP_TOKENS = 1024  # maximum number of tokens indexed in one call (about 1 ms)
-STEP_TOKENS = 2048  # maximum number of tokens that all drafters together index in one step, without short calls
-MAX_CONTINUATIONS = 64  # maximum number of continuations of an n-gram that are compared
-SHORT_TOKENS = 16  # a call with at most this number of new tokens is short: it always indexes them
+CATCH_UP_TOKENS = 1024  # maximum number of tokens that one call indexes, which takes about 1 ms
+STEP_TOKENS = 2048  # maximum number of tokens that all drafters together index in one step, not counting short calls
+MAX_CONTINUATIONS = 64  # at most this many continuations of an n-gram are compared
+SHORT_TOKENS = 16  # a call with at most this many new tokens is short, and always indexes them
 
 
 @dataclass(slots=True)
 class CatchUp:
-    """The number of tokens that all drafters together may still index in this step. Short calls do not count."""
+    """The number of tokens that all drafters together may still index in this step. Short calls do not reduce it."""
 
     left: int = STEP_TOKENS
 
@@ -31,22 +32,23 @@ class LookupSettings:
     """How prompt lookup finds tokens.
 
     With `by_frequency`, the most frequent continuation of an n-gram is proposed, otherwise the most recent one. If an
-    n-gram has several continuations, up to `max_breadth` of them are proposed. Without `by_frequency`, this limit falls
-    to `min_breadth` with the length of the n-gram, and further with each proposed token. `max_ids` is the maximum
-    number of ids in all continuations together.
+    n-gram has several continuations, up to `max_breadth` of them are proposed, as alternatives. Without `by_frequency`,
+    this limit is lower for longer n-grams (down to `min_breadth`), and falls further with each proposed token. All
+    continuations together have at most `max_ids` ids.
     """
 
-    min_window: int = 2  # shortest n-gram that is looked up
-    max_window: int = 8  # longest n-gram that is looked up
+    min_window: int = 2  # length of the shortest n-gram that is looked up
+    max_window: int = 8  # length of the longest n-gram that is looked up
     min_breadth: int = 1
     max_breadth: int = 1
     by_frequency: bool = False
     max_ids: int = 0
-    capacity: int = 10_000_000  # maximum number of states of the automaton; beyond it, only the newest tokens are kept
+    # Maximum number of states of the automaton; if it is exceeded, only the newest tokens stay indexed.
+    capacity: int = 10_000_000
 
 
 class NgramDrafter:
-    """Proposes draft tokens for one sequence: the continuation of its longest suffix that occurred before.
+    """Proposes draft tokens for one sequence: the tokens after an earlier occurrence of its last tokens.
 
     The drafter pauses after failures (see `Pace`).
     """
@@ -54,20 +56,23 @@ class NgramDrafter:
     __slots__ = ("_catch_up", "_first", "_index", "_length", "_pace", "_pending", "_settings", "_state")
 
     def __init__(self, max_drafts: int, settings: LookupSettings, catch_up: CatchUp | None = None) -> None:
-        """`catch_up` is shared by all drafters of a scheduler. None: only `CATCH_UP_TOKENS` limits a call."""
+        """Create the drafter. `catch_up` is shared by all drafters of a scheduler.
+
+        If it is None, only `CATCH_UP_TOKENS` limits a call.
+        """
         self._pace = Pace(max_drafts)
         self._catch_up = catch_up
         self._settings = settings
         self._index = SuffixAutomaton(settings.max_window + 1)
-        self._first = 0  # position of the index's first token in the sequence
-        self._state, self._length = ROOT, 0  # of the n-gram that `_find` found last
-        self._pending: list[int] = []  # the tokens that were assumed to be pending
+        self._first = 0  # position in the sequence of the first indexed token
+        self._state, self._length = ROOT, 0  # automaton state and length of the n-gram that `_find` found last
+        self._pending: list[int] = []  # the ids that the pending tokens were assumed to have
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
-        """Return up to `limit` ids to follow the known `ids` and `num_pending` pending tokens.
+        """Return up to `limit` ids that follow the known `ids` and `num_pending` pending tokens.
 
         Returns [] if there is no match, during a pause, or while known tokens are not indexed yet. The pending tokens
-        are assumed to be the ones that followed the match.
+        are assumed to be the tokens that followed the match.
         """
         if len(ids) < self._pace.resume or not self._extend(ids) or not self._find():
             return []
@@ -78,7 +83,7 @@ class NgramDrafter:
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
         """Return (number of the replaced draft token, ids) for each alternative to the ids that were proposed last.
 
-        Better alternatives come first. The proposed ids and all alternatives together have at most `max_ids` ids.
+        Better alternatives come first. With the proposed ids, they have at most `max_ids` ids in total.
         """
         settings, left = self._settings, self._settings.max_ids - len(proposed)
         if settings.max_breadth == 1 or left <= 0:
@@ -93,11 +98,11 @@ class NgramDrafter:
         ]
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
-        """Record the result of a proposal. `num_known` is the number of known tokens."""
+        """Record the result of a proposal. `num_known` is the number of known tokens of the sequence."""
         self._pace.note(num_proposed, num_accepted, num_known)
 
     def _extend(self, ids: list[int]) -> bool:
-        """Index the known tokens, or the next part of a long text. Return whether all known tokens are indexed."""
+        """Index the known tokens, or the next part of a long text. Return True if all known tokens are indexed."""
         done = self._first + self._index.num_tokens
         count = min(len(ids) - done, CATCH_UP_TOKENS)
         if count > SHORT_TOKENS and self._catch_up is not None:
@@ -111,7 +116,7 @@ class NgramDrafter:
         return self._first + self._index.num_tokens == len(ids)
 
     def _find(self) -> bool:
-        """Find the longest suffix that a token followed earlier. Return whether it is long enough."""
+        """Find the longest suffix that occurred earlier, followed by a token. Return whether it is long enough."""
         index, settings = self._index, self._settings
         state, length = index.suffix(index.state, index.length, settings.max_window)
         while length >= settings.min_window and not index.nexts[state]:
@@ -121,33 +126,34 @@ class NgramDrafter:
         return length >= settings.min_window
 
     def _continuation(self, ids: list[int], count: int) -> list[int]:
-        """Return the `count` ids that are expected to follow."""
+        """Return the `count` ids that are expected to follow the match."""
         if self._settings.by_frequency:
             return self._follow(self._state, self._length, count)
-        begin = self._first + self._index.befores[self._state]  # the last occurrence ends the text
+        begin = self._first + self._index.befores[self._state]  # the last occurrence is the end of the text itself
         found = ids[begin : begin + count]
-        while len(found) < count:  # the match overlaps its continuation, so the text repeats with a period
+        # The text since the match is repeated: it is shorter than `count`, so the text has a period.
+        while len(found) < count:
             found += found[: count - len(found)]
         return found
 
     def _ranked(self, state: int) -> list[int]:
-        """Return the tokens that followed strings of this state, the most recent or most frequent one first."""
+        """Return the tokens that followed the strings of this state, the most recent or most frequent token first."""
         index, nexts = self._index, self._index.nexts[state]
         rank = index.counts if self._settings.by_frequency else index.ends
         compared = self._compared(nexts)
         return sorted(compared, key=lambda token: (rank[nexts[token]], index.ends[nexts[token]]), reverse=True)
 
     def _compared(self, nexts: dict[int, int]) -> Iterable[int]:
-        """Return the tokens of `nexts` of which the best are chosen: the first or the newest `MAX_CONTINUATIONS`."""
+        """Return the tokens of `nexts` to compare: the first or the newest `MAX_CONTINUATIONS`."""
         if len(nexts) <= MAX_CONTINUATIONS:
             return nexts
         return islice(nexts if self._settings.by_frequency else reversed(nexts), MAX_CONTINUATIONS)
 
     def _follow(self, state: int, length: int, count: int, token: int | None = None) -> list[int]:
-        """Return up to `count` ids that follow a string of this state, beginning with `token` if it is given."""
+        """Return up to `count` ids that follow a string of this state, beginning with `token` if it is not None."""
         found, index, most = [], self._index, self._settings.max_window
         while len(found) < count:
-            while not index.nexts[state]:  # the text ends here
+            while not index.nexts[state]:  # no token follows, because the string is only at the end of the text
                 state = index.links[state]
                 length = min(length, index.lengths[state])
             if token is None:
@@ -159,14 +165,14 @@ class NgramDrafter:
         return found
 
     def _branches(self, proposed: list[int]) -> list[tuple[int, int, int, int]]:
-        """Return (number of the replaced draft token, state, length, other token) for alternatives, best first."""
+        """Return (number of the replaced draft token, state, length, other token) for each alternative, best first."""
         index, settings = self._index, self._settings
         state, length = self._state, self._length
         scale = (settings.max_breadth - settings.min_breadth) / settings.max_window
         breadth = settings.max_breadth - length * scale
         found, shares, share = list[tuple[int, int, int, int]](), list[float](), 1.0
         for depth, own in enumerate([*self._pending, *proposed], 1 - len(self._pending)):
-            while own not in index.nexts[state]:  # the proposal repeats a period beyond the end of the text
+            while own not in index.nexts[state]:  # the proposal repeats a period, beyond the end of the text
                 if state == ROOT:
                     return found
                 state = index.links[state]

@@ -1,6 +1,6 @@
 """A suffix automaton of a growing text (Blumer et al., Theoretical Computer Science 40, 1985).
 
-Each state stands for a set of strings of the text that end at the same positions. Appending a token takes constant
+Each state stands for all substrings of the text that end at the same set of positions. Appending a token takes constant
 amortised time. The automaton has at most two states per token.
 """
 
@@ -12,9 +12,10 @@ ROOT = 0
 
 
 class SuffixAutomaton:
-    """All substrings of a text. For those of up to `max_length` tokens: number and last two ends of occurrences.
+    """All substrings of a text.
 
-    `state` is the state of the text's last `length` tokens, where `length` is at most `max_length`.
+    For substrings of up to `max_length` tokens, it has the number of occurrences and the last two. `state` is the state
+    of the text's last `length` tokens, where `length` is at most `max_length`.
     """
 
     __slots__ = (
@@ -33,13 +34,13 @@ class SuffixAutomaton:
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        # For each state: token -> the state of the strings with this token appended.
+        # [state]: token -> state of the state's strings with this token appended.
         self.nexts: list[dict[int, int]] = [{}]
-        self.links = [-1]  # state of the longest suffix that occurs at further positions
-        self.lengths = [0]  # length of the longest string
-        self.ends = [0]  # position after the last occurrence
-        self.befores = [0]  # position after the occurrence before the last one
-        self.counts = [0]  # number of occurrences
+        self.links = [-1]  # [state]: state of the longest suffix that also occurs at other positions
+        self.lengths = [0]  # [state]: length of its longest string
+        self.ends = [0]  # [state]: position after its last occurrence
+        self.befores = [0]  # [state]: position after the occurrence before the last one
+        self.counts = [0]  # [state]: number of occurrences
         self.num_tokens = 0
         self.state, self.length = ROOT, 0
         self._last = ROOT  # state of the whole text
@@ -76,13 +77,13 @@ class SuffixAutomaton:
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
         """Return the state and the length of a string with `token` appended.
 
-        The string has `length` tokens and belongs to `state`. If the result exceeds `max_length`, it loses its first
-        token. Raises KeyError if the text does not contain the string with `token`.
+        The string has `length` tokens and belongs to `state`. If the new string is longer than `max_length`, its first
+        token is removed. Raises KeyError if the text does not contain the string followed by `token`.
         """
         return self.suffix(self.nexts[state][token], length + 1, self.max_length)
 
     def suffix(self, state: int, length: int, most: int) -> tuple[int, int]:
-        """Return the state and the length of the last `most` tokens of a string of `length` tokens."""
+        """Return the state and the length of the last `most` tokens of a string of `state` with `length` tokens."""
         if length > most:
             length, links, lengths = most, self.links, self.lengths
             while lengths[links[state]] >= length:
@@ -90,7 +91,7 @@ class SuffixAutomaton:
         return state, length
 
     def _exactly(self, state: int, token: int) -> int:
-        """Return the state whose longest string is the longest string of `state`, then `token`. May split a state."""
+        """Return the state whose longest string is that of `state` followed by `token`. May split a state."""
         nexts, links, lengths = self.nexts, self.links, self.lengths
         following, length = nexts[state][token], lengths[state] + 1
         if lengths[following] == length:
