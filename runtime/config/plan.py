@@ -27,9 +27,9 @@ class ModelPlan(Section):
     """The checkpoint: its path, format, precision and device."""
 
     path: str
-    load_format: str  # "auto", "safetensors", "pt", "npcache", "sharded_state", "gguf", "dummy"
-    dtype: str  # "float32", "bfloat16", "float16"
-    device: str  # "cpu", "cuda", "cuda:1"
+    load_format: str  # format of the weight files: "auto", "safetensors", "pt", "npcache", "sharded_state", "gguf", ...
+    dtype: str  # dtype in which the model computes: "float32", "bfloat16", "float16"
+    device: str  # torch's name: "cpu", "cuda", "cuda:1"
     context_length: int
     random_seed: int
     is_embedding: bool = False  # compute vectors only; generate no text

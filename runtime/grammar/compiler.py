@@ -22,7 +22,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 logger = logging.getLogger("penstock.grammar")
 
 COMPILE_THREADS = 2
-COMPILE_TIMEOUT_S = 20.0  # grammars within the size limits take less time, unless the machine is overloaded
+COMPILE_TIMEOUT_S = 20.0  # exceeded only on an overloaded machine, because the size of a grammar is limited
 MAX_WAITING = 1024  # maximum number of grammars that wait for a thread; further ones are refused
 CACHE_BYTES = 256 * 1024 * 1024
 MAX_GRAMMARS = 512  # maximum number in the cache; needed because a grammar's real memory grows with each use

@@ -26,7 +26,7 @@ class Layer:
     config: Config
     build: Build
     index: int
-    name: str  # for example "model.layers.0"
+    name: str  # prefix of the layer's tensor names, for example "model.layers.0"
 
     def attention(self, name: str = "self_attn", *, bias: bool | None = None, **options: Any) -> Attention:
         """Return attention. `options` are further arguments of `Attention`; `rope` defaults to the model's.

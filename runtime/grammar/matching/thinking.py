@@ -122,7 +122,7 @@ class _Block:
             if self._num_matched == self._open.length:
                 self._open, self._num_matched = None, 0
             elif self._reopen is None and self._num_seen > BEFORE_OPEN + self._num_matched:
-                self._is_closed = True  # the output has no block
+                self._is_closed = True  # the output has no reasoning block
             return
         self._num_matched = self._close.advance(self._num_matched, token_id)
         self._also_close = [(marker, marker.advance(matched, token_id)) for marker, matched in self._also_close]

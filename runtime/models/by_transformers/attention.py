@@ -34,7 +34,7 @@ def without_messages_of(*names: str) -> Iterator[None]:
             logger.removeFilter(drop)
 
 
-# transformers imports torchao, which warns about missing libraries and makes torch warn about registered types.
+# Importing transformers imports torchao. Drop torchao's warnings about missing libraries, and torch's about its types.
 with without_messages_of("torchao", "torch.utils._pytree"):
     try:
         from transformers.modeling_utils import AttentionInterface
