@@ -178,7 +178,7 @@ class LiveRequests:
         """Remove an observer. A second call does nothing."""
         if observer in self.observers:
             self.observers.remove(observer)
-            self.token_observers = [each for each in self.token_observers if each is not observer]
+            self.token_observers = [each for each in self.observers if isinstance(each, TokenObserver)]
 
     def add(self, request: Request) -> LiveRequest:
         """Add a new request. Raises `InvalidRequest` if its owner has a live request with the same label."""

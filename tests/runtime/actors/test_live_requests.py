@@ -45,6 +45,23 @@ async def test_labels_are_matched_by_their_beginning():
     assert requests.abort_label("") == 1
 
 
+def test_an_observer_that_is_added_twice_is_removed_once() -> None:
+    class Tokens:
+        def began(self, live: object) -> None: ...
+
+        def sent(self, live: object, chunk: object, now_s: float, before_s: float) -> None: ...
+
+        def ended(self, live: object, error: object) -> None: ...
+
+    requests, observer = LiveRequests(), Tokens()
+    requests.observe(observer)
+    requests.observe(observer)
+    requests.stop_observing(observer)
+    assert requests.observers == requests.token_observers == [observer]
+    requests.stop_observing(observer)
+    assert requests.observers == requests.token_observers == []
+
+
 async def test_waiting_ends_with_the_last_request():
     requests = LiveRequests()
     await requests.wait_idle()
