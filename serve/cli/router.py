@@ -249,12 +249,15 @@ async def _parts(answer: httpx.Response, path: str, url: str) -> AsyncIterator[b
             yield part
         return
     line: list[bytes] = []  # the parts of an incomplete line, which is left out if an error follows
-    last = b""  # the last complete lines
+    last = b""  # the last complete lines with data
     try:
         async for part in answer.aiter_raw():
             lines, newline, rest = part.rpartition(b"\n")
             if newline:
-                yield (last := b"".join((*line, lines, newline)))
+                whole = b"".join((*line, lines, newline))
+                if b"data:" in whole:
+                    last = whole
+                yield whole
                 line = []
             if rest:
                 line.append(rest)

@@ -336,7 +336,8 @@ async def test_a_stream_of_a_lost_server_ends_with_an_error_of_its_api(path: str
     async def sent() -> AsyncIterator[bytes]:
         yield before + b'{"a": 1}' + between + before[:2]
         yield before[2:] + b'{"sequence_number"'
-        yield b":41}" + between + before + b"{"
+        yield b":41}" + between[:1]
+        yield between[1:] + before + b"{"
         raise httpx.ReadError("reset")
 
     kind = "application/x-ndjson" if is_lines else "text/event-stream"
