@@ -61,7 +61,7 @@ class Placement:
         return table
 
     def slot_table(self, width: int) -> tuple[Table, Table]:
-        """Return the slots of each expert, int32 [X, width], and the number of its slots, int32 [X]."""
+        """Return the slots of each expert, repeated to int32 [X, width], and the number of its slots, int32 [X]."""
         counts = np.array([len(slots) for slots in self.slots], np.int32)
         table = np.array([[slots[k % len(slots)] for k in range(width)] for slots in self.slots], np.int32)
         return table, counts

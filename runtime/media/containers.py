@@ -74,7 +74,7 @@ class Deadline:
         self._kind, self._param = kind, param
 
     def check(self) -> None:
-        """Raise `InvalidRequest` if the time has passed."""
+        """Raise `InvalidRequest` if `MAX_DECODE_S` seconds have passed."""
         if time.monotonic() > self._ends:
             raise InvalidRequest(
                 f"{self._param}: decoding the {self._kind} takes more than {MAX_DECODE_S:g} s.", param=self._param

@@ -112,8 +112,8 @@ class Processors:
     def frames(self, total: int, fps: float | None, options: Mapping[str, Any]) -> Sequence[int]:
         """Return the indices of the frames that the model should see, for a video with `total` frames.
 
-        The model's processor chooses the frames if it is configured to. Otherwise there are `FRAMES_PER_S` frames per
-        second.
+        The model's processor chooses the frames if it is configured to. Otherwise `FRAMES_PER_S` frames per second
+        are chosen.
         """
         chosen = {name: options[name] for name in FRAME_OPTIONS if name in options}
         configured = getattr(self._video, "do_sample_frames", False) and (

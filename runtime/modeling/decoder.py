@@ -170,7 +170,7 @@ def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped], count: int) 
 
 
 def collect_specs(model: nn.Module) -> dict[int, LayerSpec]:
-    """Return the cache specs of a model's layers by layer number."""
+    """Return layer number -> cache spec, for the layers of a model that have a cache."""
     specs = {}
     for module in model.modules():
         spec = getattr(module, "cache_spec", None)

@@ -26,7 +26,7 @@ class _Place(NamedTuple):
         return self.module.get_parameter(self.name)
 
     def move(self, memory: Tensor, first: int = 0) -> None:
-        """Let the weight read `memory` (uint8, a whole storage), from byte `first` on, in place of its own storage."""
+        """Make the weight use `memory` (uint8, a whole storage) from byte `first` on, instead of its own storage."""
         moved = _moved(self.weight, memory, first)
         setattr(self.module, self.name, nn.Parameter(moved, requires_grad=False))
 
@@ -52,7 +52,7 @@ class HostLayer:
             first += _aligned(size)
 
     def bind(self, slot: Tensor) -> None:
-        """Let the layer's weights read this memory of the device, uint8 [at least num_bytes]."""
+        """Make the layer's weights use the device memory `slot`, uint8 [at least num_bytes]."""
         for place in self._places:
             place.move(slot)
 

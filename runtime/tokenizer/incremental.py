@@ -86,7 +86,7 @@ class IncrementalDecoder:
         return b""
 
     def _without_shared(self, text: str) -> str:
-        """Drop the replacement character for the incomplete character at the prompt's end."""
+        """Drop a leading replacement character, which stands for the incomplete character at the prompt's end."""
         if not text:
             return text
         self._shared = False
@@ -94,7 +94,7 @@ class IncrementalDecoder:
 
 
 def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> bytes:
-    """Return the bytes of an incomplete character at the prompt's end. At most the last four bytes are needed."""
+    """Return the bytes of an incomplete character at the prompt's end. Only the last four bytes are read."""
     tail = b""
     for token_id in reversed(prompt_ids):
         tail = rest[token_id] + tail
@@ -106,7 +106,7 @@ def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> byt
 class _Window:
     """Decodes the last tokens again with each new token, for decoders that look at neighbouring tokens.
 
-    Text that ends in an incomplete character is held back until `MAX_HELD` tokens wait.
+    Text that ends in an incomplete character is held back until the character is complete, or `MAX_HELD` tokens wait.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ class StopPattern:
 
 
 class _PatternScan:
-    """Searches one text for the match of a pattern that ends first. If several end there, the longest is found."""
+    """Searches one text for the match of a pattern that ends first. Of several such matches, the longest counts."""
 
     __slots__ = ("_begins", "pattern")
 

@@ -59,7 +59,7 @@ class Meter:
             raise TemplateLimit("time")
 
     def afford(self, num_bytes: float) -> None:
-        """Raise `TemplateLimit` if fewer than `num_bytes` are left. Does not bill them."""
+        """Raise `TemplateLimit` if fewer than `num_bytes` are left. The bytes are not billed."""
         if num_bytes > self._bytes_left:
             raise TemplateLimit("memory")
 

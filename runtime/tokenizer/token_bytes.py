@@ -36,7 +36,7 @@ class TokenBytes:
     def tables(
         self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> tuple[Mapping[int, bytes], Mapping[int, bytes]]:
-        """Return the tables (first, rest) for these settings. The special tokens in `shown_ids` are never skipped."""
+        """Return (table for a text's first token, table for other tokens). Tokens in `shown_ids` are never skipped."""
         if not skip_special_tokens:
             return self.first, self.rest
         if not shown_ids:
@@ -50,7 +50,7 @@ class TokenBytes:
         return self._showing[shown_ids]
 
     def counts(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the token counts as the first token of a text. False for skipped special tokens and unknown ids."""
+        """Whether the token can be the first token of a text. Skipped special tokens and unknown ids cannot."""
         if skip_special_tokens and token_id in self._backend.special_ids:
             return False
         return self._backend.token(token_id) is not None

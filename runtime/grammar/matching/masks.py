@@ -284,7 +284,7 @@ class _Lane:
 
 
 def _goes_on(walk: DraftWalk, num_words: int) -> bool:
-    """Advance a walk to its next draft token. Return whether a mask is needed there. If the grammar fails, end it."""
+    """Advance a walk. Return whether the new position needs a mask. If the grammar fails, the walk ends."""
     try:
         return walk.go_on(num_words)
     except Exception as error:

@@ -108,7 +108,7 @@ class _Inner(nn.Module):
 
 
 class MediaTower(nn.Module):
-    """Encodes one image at a time. Not thread-safe."""
+    """Encodes images, videos and audio, one at a time. Not thread-safe."""
 
     def __init__(self, model: Any) -> None:
         """Take a transformers model, and remove its language model.
