@@ -64,7 +64,7 @@ class PromptMedia:
     num_items: int  # number of images, videos and audio inputs
     # [3, P], for each axis and token: its position on the axis minus its index. None: positions have one axis.
     offsets: NDArray[np.int32] | None = None
-    delta: int = 0  # this offset for all tokens after the prompt
+    delta: int = 0  # offset (see `offsets`) of all tokens after the prompt
     # Whether all tokens of a span attend to each other, so that a span must be computed in one step.
     mutual: bool = False
 

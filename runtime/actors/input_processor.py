@@ -191,7 +191,8 @@ class InputProcessor:
         """Create the request's sequences. Return the request with its final ids, and the sequences.
 
         Truncates the ids if the request allows it. `breaker_ids` is the result of the method `breaker_ids`, which the
-        caller ran on a thread. Raises `ContextOverflow` or `InvalidRequest`.
+        caller ran on a thread. Raises `ContextOverflow` if the prompt does not fit, and `InvalidRequest` if the request
+        needs something that the engine lacks.
         """
         if request.sampling.allowed_token_ids is not None:
             allowed = AllowedTokens(request.sampling.allowed_token_ids, self._vocab_size)

@@ -45,7 +45,7 @@ class PromptNotes:
                 self._begun.append(keys[-1])
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the keys of the prompts that began, and of those whose last page was saved, since the last call."""
+        """Return the keys of prompts that began, and of prompts that will have no more pages, since the last call."""
         ended = [
             sequence
             for sequence, (_, keys) in self._pending.items()

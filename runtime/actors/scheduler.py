@@ -107,7 +107,7 @@ class SchedulerActor:
         self._series = series
         self._kv_events = kv_events
         self._num_arriving = 0  # choices of the `Admit` messages in the inbox
-        self._tokens_arriving = 0  # prompt tokens of these messages
+        self._tokens_arriving = 0  # prompt tokens of the requests whose `Admit` message is in the inbox
         self._step_tokens = min(plan.step_prompt_tokens, plan.max_prefill_tokens)
         self.delay_s = 0.0  # wait in seconds before each step, for tests of clients (`/slow_down`)
         self._pauses: list[Pause] = []

@@ -13,7 +13,7 @@ from runtime.scheduler.scheduler import Scheduler
 logger = logging.getLogger("penstock.scheduler")
 
 WEIGHT = 0.1  # weight of the newest step in the moving averages
-RISE = 0.5  # the same weight, for a newest time above (or for `_low_mean` below) the average
+RISE = 0.5  # weight of the newest step where the average moves fast: upwards in `_mean`, downwards in `_low_mean`
 PATIENCE = 10  # a step counts as hanging after this multiple of its predicted time
 LEAST_PATIENCE_S = 5.0  # no step counts as hanging earlier
 OVERHEAD = 1 / 20  # the token limit keeps the fixed cost of a prefill step below this share of its time
@@ -34,7 +34,8 @@ class StepTimes:
         self._prompt_token_s: float | None = None
         self._short_decode_s: float | None = None  # time of a decode step, without delays by other work of the machine
         self._short_prompt_token_s: float | None = None
-        self._short_scored_s: float | None = None  # time of one prompt token's log-probabilities, without these delays
+        # Time of one prompt token's log-probabilities, without delays by other work of the machine.
+        self._short_scored_s: float | None = None
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Record the measured time of a step in seconds."""

@@ -78,7 +78,10 @@ class StepsInFlight:
         return batch
 
     async def drain(self) -> None:
-        """Wait until all steps have ended, and discard their results. Raises `WorkerFailed`."""
+        """Wait until all steps have ended, and discard their results.
+
+        Raises `WorkerFailed` if a worker fails meanwhile.
+        """
         while self._steps:
             try:
                 await self.output()

@@ -40,7 +40,7 @@ logger = logging.getLogger("penstock.core")
 
 MAX_LOADS = 4  # maximum number of concurrent loads
 MAX_LOOKUPS = 4  # maximum number of threads that look up pages, so that a slow store holds up no other work
-# As MAX_LOADS, on a decode server, where most loads only wait until a prefill server has computed the prompt.
+# Maximum number of concurrent loads on a decode server, where most of them wait for prompts of prefill servers.
 MAX_WATCHES = 64
 FIRST_WAIT_S = 1.0  # longest wait for pages while the prefill speed is unknown
 STALL_S = 5.0  # longest wait until a prompt arrives at the prefill server

@@ -155,7 +155,7 @@ class TokenizerActor:
             self._inbox.put((live, True))
 
     def _read_texts(self, live: LiveRequest) -> None:
-        """Compile stop patterns and sequence breakers. Raises `InvalidRequest`."""
+        """Compile stop patterns and sequence breakers. Raises `InvalidRequest` if a pattern is invalid."""
         sampling = live.request.sampling
         live.breaker_ids = self._processor.breaker_ids(sampling)
         live.stop_patterns = stop_patterns(sampling.stop_regex)
@@ -251,7 +251,7 @@ class TokenizerActor:
             self._processor.check_pair(pair.second)
         except PenstockError as error:
             return error
-        except Exception:  # as in `_encode`
+        except Exception:  # a tokenizer library failed on a client's text: only this request fails
             logger.exception("encoding request %s failed", request.label)
             return EngineFailure("The prompt could not be encoded.")
         if 1 in pair.types:

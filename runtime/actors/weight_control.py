@@ -92,7 +92,10 @@ class WeightControl:
         return any(isinstance(each, list) and any(each) for each in answers)
 
     async def open_sending(self, *, address: str, ports: Sequence[int], name: str) -> None:
-        """Make the ranks of the first replica listen for a new server, each on its port. Raises `InvalidRequest`."""
+        """Make the ranks of the first replica listen for a new server, each on its port.
+
+        Raises `InvalidRequest` if a rank cannot listen.
+        """
         if len(ports) != self._parallel.ranks:
             raise InvalidRequest(f"ports must name {self._parallel.ranks} ports, one per rank.", param="ports")
         payload = {"address": address, "ports": list(ports), "name": name, "timeout_s": self._parallel.join_timeout_s}
@@ -212,7 +215,10 @@ class WeightControl:
     # --- reading and checking ---
 
     async def read(self, name: str, num_rows: int) -> list[dict[str, Any]]:
-        """Return the shards of a tensor that the ranks of the first replica hold. Raises CheckpointError."""
+        """Return the shards of a tensor that the ranks of the first replica hold.
+
+        Raises CheckpointError if the ranks keep only a converted form of the tensor.
+        """
         self._check_weights()
         [parts, *_] = await ask(self._actors[:1], "read_weight", {"name": name, "num_rows": num_rows})
         if isinstance(parts, BaseException):

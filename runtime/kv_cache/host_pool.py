@@ -32,7 +32,7 @@ class HostPool:
     def __init__(self, num_pages: int, page_size: int, copies: CopyQueue) -> None:
         self.page_size = page_size
         self._copies = copies
-        self.num_swapped_out = 0  # pages, since the start
+        self.num_swapped_out = 0  # number of pages swapped out, since the start
         self.num_swapped_in = 0
         self._pool = PagePool(num_pages)
         self._swapped: dict[Sequence, SwappedOut] = {}

@@ -43,7 +43,7 @@ _EVENT_BITS = 2**63 - 1
 class Duplicates(NamedTuple):
     """Private pages of a sequence that were replaced by tree pages. `PrefixCache.replaced` frees them."""
 
-    first: int  # their first index in the sequence's page list, which already lists the tree's pages instead
+    first: int  # index in the sequence's page list of the first replaced page
     pages: list[int]
 
 

@@ -45,15 +45,15 @@ IDLE_S = 3600.0  # maximum number of seconds between two requests of a connectio
 DEFAULT_GB = 4.0  # memory for the offered pages of a rank, in 10^9 bytes
 PAGES_AT_ONCE = 64  # maximum number of pages that a decode server requests at a time
 MAX_ENDED = 4096  # maximum number of ended prompts that a prefill server remembers
-ENDED_S = 5.0  # seconds for which it remembers them
+ENDED_S = 5.0  # seconds for which a prefill server remembers an ended prompt
 
 
 class PromptState(IntEnum):
     """The state of a prompt on a prefill server."""
 
-    UNKNOWN = 0  # it has not arrived yet, or it ended more than `ENDED_S` ago
-    PENDING = 1  # it is queued or being computed, or its pages are not offered yet
-    ENDED = 2  # it has ended, so no more of its pages will come
+    UNKNOWN = 0  # the prompt has not arrived yet, or it ended more than `ENDED_S` ago
+    PENDING = 1  # the prompt is queued or being computed, or its pages are not offered yet
+    ENDED = 2  # the prompt has ended, so no more of its pages will come
 
 
 def greeting(space: StoreSpace) -> bytes:

@@ -27,7 +27,7 @@ class RecordWriter:
     """Appends lines to a new file. Each line is written immediately, so none is lost if the process is killed."""
 
     def __init__(self, path: str | Path) -> None:
-        """Create the file. If the name is in use, a number is added to it. Raises `OSError`."""
+        """Create the file. If the name is in use, a number is added to it. Raises `OSError` if this fails."""
         self.path = path = Path(path)
         number = 1
         while path.exists():

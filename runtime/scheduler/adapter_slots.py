@@ -26,7 +26,7 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int, *, first_in_first_out: bool = False) -> None:
-        self.num_evictions = 0  # since the start
+        self.num_evictions = 0  # number of adapters evicted from a slot, since the start
         self._slots = [_Slot() for _ in range(num_slots)]
         self._first_in_first_out = first_in_first_out
         self._clock = count(1)

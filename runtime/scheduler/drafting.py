@@ -31,7 +31,7 @@ class Drafting:
     """
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
-        self.counts = DraftCounts()  # of all sequences, since the start
+        self.counts = DraftCounts()  # draft tokens of all sequences, since the start
         self.enabled = plan.max_drafts > 0
         self.by_model = plan.max_model_drafts > 0
         self._max_lookup, self._max_model = plan.max_lookup_drafts, plan.max_model_drafts

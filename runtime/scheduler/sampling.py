@@ -28,7 +28,8 @@ class SamplingTables:
         self._num_users = dict.fromkeys(ROW_ARRAYS, 0)
         # For each row: whether the sequence has biases, penalties or log-probabilities.
         self._is_special = np.zeros(num_rows, np.bool_)
-        self._special: dict[int, Sequence] = {}  # these sequences, by sequence index
+        # Sequence index -> sequence with biases, penalties or log-probabilities.
+        self._special: dict[int, Sequence] = {}
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._constrained: dict[int, Sequence] = {}
         # Indices of sequences with penalties whose token counts must be initialised on the device.
@@ -161,9 +162,9 @@ def is_penalised(sequence: Sequence) -> bool:
 
 
 def is_special(sequence: Sequence) -> bool:
-    """Return whether a sequence needs more than the plain sampling arrays.
+    """Return whether a sequence has biases, penalties, banned ids or a minimum length, or wants log-probabilities.
 
-    These are sequences with biases, penalties, banned ids or a minimum length, and those that want log-probabilities.
+    Other sequences need only the arrays of `ROW_ARRAYS`.
     """
     return (
         is_penalised(sequence)

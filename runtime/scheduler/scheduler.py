@@ -47,7 +47,7 @@ class Load(NamedTuple):
     num_swapped_out: int  # pages copied to the host for retracted sequences, since the start
     num_swapped_in: int  # pages copied back from the host, since the start
     num_forced: int  # forced tokens that saved a step each, since the start
-    drafts: DraftCounts = DraftCounts()  # since the start
+    drafts: DraftCounts = DraftCounts()  # proposed and accepted draft tokens, since the start
     num_adapter_slots: int = 0  # adapter slots with running sequences
     num_adapter_evictions: int = 0  # adapters replaced in their slot, since the start
     num_pinned_pages: int = 0  # pages of pinned prefixes

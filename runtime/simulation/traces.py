@@ -90,7 +90,7 @@ def read_record(path: str | Path) -> tuple[Player, list[Arrival], Measured]:
 
 
 def read_trace(text: str, limit: int | None = None) -> Iterator[Arrival]:
-    """Yield up to `limit` requests of a trace file or of a random trace. Raises `ConfigurationError`."""
+    """Yield up to `limit` requests of a trace file or a random trace. Raises `ConfigurationError` if it is invalid."""
     path = Path(text)
     rows: Iterable[Row]
     if "=" in text and not path.exists():

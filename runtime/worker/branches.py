@@ -95,10 +95,12 @@ def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dic
     positions = batch.starts[rows][branch] + number
     pages = batch.page_table[owners[branch], positions // page_size].astype(np.int64)
     return {
-        "branch_owners": np.searchsorted(drafts.rows, owners).astype(np.int64),  # [M], index into [D]
-        "branch_firsts": np.searchsorted(sampling.row_of, rows).astype(np.int64),  # [M], index into [N]
-        "branch_depths": depths.astype(np.int64),  # [M]
-        "branch_ids": np.where(is_id, ids, -1).astype(np.int64),  # [M, K]
+        # [M], trunk of each branch, as an index into [D].
+        "branch_owners": np.searchsorted(drafts.rows, owners).astype(np.int64),
+        # [M], first sampled position of each branch, as an index into [N].
+        "branch_firsts": np.searchsorted(sampling.row_of, rows).astype(np.int64),
+        "branch_depths": depths.astype(np.int64),  # [M], number (from 1) of the draft token that the branch replaces
+        "branch_ids": np.where(is_id, ids, -1).astype(np.int64),  # [M, K], token ids of each branch, padded with -1
         "branch_numbers": branch.astype(np.int64),  # [L], each token's branch as an index into [M]
         "branch_offsets": number.astype(np.int64),  # [L], offset of each token in its row
         # [L], the token's cache slot in the branch's pages.

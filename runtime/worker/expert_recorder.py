@@ -67,7 +67,7 @@ class ExpertRecorder:
         self._records: deque[dict[str, Any]] = deque(maxlen=limit)  # records of single steps, in the detailed modes
         self._num_experts = max(each.num_experts for each in mixtures.values())
         self._is_running = plan.log_balance
-        self._number = 0  # steps since the start
+        self._number = 0  # number of steps since the start
         self._due: _Due | None = None  # the call of `when_due` that waits for its result
         # Current placements, and the expert of each slot [L, P].
         self._experts: tuple[list[Placement], Tensor] | None = None

@@ -51,7 +51,10 @@ def send_parameters(model: nn.Module, group: TransferGroup) -> None:
 
 
 def load_from_instance(model: nn.Module, plan: ModelPlan, rank_info: RankInfo) -> None:
-    """Fill the parameters of a model, which `prepare` has laid out, from a running server. Raises CheckpointError."""
+    """Fill the parameters of a model from a running server. `prepare` must have laid them out.
+
+    Raises CheckpointError if the server cannot be reached or its model differs.
+    """
     seed, ports = f"{plan.seed_address}:{plan.seed_port}", plan.seed_group_ports or ()
     name = f"remote-instance-{uuid4().hex}" if rank_info.rank == 0 else "remote-instance"
     body = {
