@@ -2,19 +2,20 @@
 
 A backend file defines three operations:
 
-- `choose` picks one token per row, among the tokens that a grammar allows.
-- `penalize` changes the logits of previous tokens.
-- `score` returns log-probabilities of requested tokens and of the best tokens.
+- `choose` picks one token per row. Masks restrict the choice, for example to the tokens that a grammar allows.
+- `penalize` applies penalties to the logits of tokens that the sequence already contains.
+- `score` returns log-probabilities of requested tokens and of the tokens with the largest logits.
 
 All implementations guarantee:
 
-- A row's result depends only on that row, bit for bit. Therefore probability mass is summed in integers: the
-  weight of a token is floor(exp((logit - largest logit) / temperature) * 2**b) with b = 62 - bits(V - 1). Any
-  order of summation returns the same sum, and the sum of V weights fits in 63 bits.
-- A token of weight zero is never chosen. (With V = 150,000 its probability is less than 1e-13 of the largest one.)
+- A row's result is bit-identical in every batch. Therefore probability mass is summed in integers, so that the sum
+  does not depend on the order of summation. The weight of a token is
+  floor(exp((logit - largest logit) / temperature) * 2**b) with b = 62 - (number of bits of V - 1). The sum of V weights
+  fits in 63 bits. The *mass* of some tokens is the sum of their weights.
+- A token of weight 0 is never chosen. (With V = 150,000 it has less than 1e-13 of the largest probability.)
 - Tokens are ranked by logit, the largest first. Equal logits are ranked by lower id.
 - No operation waits for a CUDA device.
-- A row with a NaN, with +inf or without a finite logit is not sound. This is not an error: see `choose`.
+- A row is *sound* if it has a finite logit and neither NaN nor +inf. Other rows raise no error: see `choose`.
 
 Letters: R rows, V vocabulary, Q penalised or masked rows, C sequences with counts, N best tokens, M
 requested token ids.
@@ -22,8 +23,8 @@ requested token ids.
 choose(logits, arrays, host=None, masks=None) -> (ids, sound)
     Pick one token per row of `logits` (float32 [R, V]; `masks` are applied in place).
 
-    `arrays` are on the device of the logits. If this is a GPU, `host` has copies of the arrays on the host. They are
-    read to plan the work without waiting for the GPU.
+    `arrays` are on the device of the logits. If this is a GPU, `host` has copies of the arrays on the host, with which
+    the work is planned without waiting for the GPU.
 
     `masks` (`Masks`) set the logits of forbidden tokens to -inf, before all other operations. A row without an allowed
     token is not sound.
@@ -34,26 +35,26 @@ choose(logits, arrays, host=None, masks=None) -> (ids, sound)
 
     - `top_n_sigma` keeps the tokens whose logit is at least the largest logit minus this number of standard deviations
       of the row's finite logits (arXiv 2411.07641);
-    - `typical_p` keeps the tokens whose surprise, -log(probability), is nearest to the entropy, until their mass
-      reaches this share (arXiv 2202.00666). Equal distances are ranked by lower id;
+    - `typical_p` ranks tokens by the distance of their surprise, -log(probability), to the entropy, the nearest first
+      and equal distances by lower id. It keeps the shortest prefix with this share of the mass (arXiv 2202.00666);
     - `top_k` keeps this number of best tokens;
-    - `top_p` keeps the shortest prefix of the ranking whose mass reaches this share of the mass of all
-      remaining tokens;
-    - `min_p` keeps the tokens whose probability is at least this share of the largest;
+    - `top_p` keeps the shortest prefix of the ranking that has at least this share of the mass of all tokens that the
+      previous limits keep;
+    - `min_p` keeps the tokens whose probability is at least this share of the largest probability;
     - XTC ("exclude top choices") applies to a row with probability `xtc_probability`; a hash of the uniform number
-      decides. If two or more kept tokens have at least the share `xtc_threshold` of the kept mass, XTC drops all of
-      them except the least likely one.
+      decides. Likely tokens are those with at least the share `xtc_threshold` of the mass of all kept tokens. XTC
+      drops all likely tokens except the least likely of them.
 
-    At least one token is kept. The uniform number selects a kept token by the inverse distribution function: in ranked
-    order if top_k, top_p or XTC is used, otherwise in order of ids. A backend may support only some of these limits.
-    With `fallback.native_for_other_limits`, `native` computes the rows with other limits.
+    At least one token is kept. The uniform number selects a kept token by the inverse distribution function, in ranked
+    order if top_k, top_p or XTC is used, otherwise in order of ids. A backend may support only some of these limits and
+    leave rows with other limits to `native` (`fallback.native_for_other_limits`).
 
 penalize(logits, rows, counted, counts, in_prompt, frequency, presence, repetition) -> None
-    Penalise tokens that were generated before and, for repetition, tokens of the prompt. Changes `logits` in place.
+    Penalise generated tokens and, with `repetition`, also tokens of the prompt. Changes `logits` in place.
 
     - `logits`: float32 [R, V];
-    - `rows`: int64 [Q], the distinct rows to change;
-    - `counted`: int64 [Q], index of each of these rows into `counts` and `in_prompt`;
+    - `rows`: int64 [Q], the rows of `logits` to change, all distinct;
+    - `counted`: int64 [Q], index of the row's sequence in `counts` and `in_prompt`;
     - `counts`: int32 [C, V], number of times that each token was generated;
     - `in_prompt`: bool [C, V], whether the prompt contains each token;
     - `frequency`, `presence`, `repetition`: float32 [Q], the penalties.
@@ -64,8 +65,8 @@ penalize(logits, rows, counted, counts, in_prompt, frequency, presence, repetiti
 score(logits, temperature, chosen_ids, num_top, requested_ids) -> Scores
     Return the log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
 
-    `chosen_ids` is int64 [R], `requested_ids` is int64 [R, M], and N is the smaller of `num_top` and V. A forbidden
-    token has -inf. A row that is not sound has no meaningful values.
+    `chosen_ids` is int64 [R], `requested_ids` is int64 [R, M], and N is the smaller of `num_top` and V. The result of a
+    forbidden token is -inf. The results of a row that is not sound are arbitrary.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# For each limit on the tokens that a row may choose, the value at which it keeps all tokens.
+# Limit on the tokens that a row may choose -> the value with which the limit keeps all tokens.
 NO_LIMIT: Mapping[str, float] = {
     "top_n_sigma": -1.0,
     "typical_p": 1.0,
@@ -98,13 +99,13 @@ class SamplingArrays(NamedTuple):
     min_p: Tensor  # float32 [R], in [0, 1]; 0: no limit
     xtc_probability: Tensor  # float32 [R], in [0, 1]; 0: no limit
     xtc_threshold: Tensor  # float32 [R], in [0, 1]; without effect if `xtc_probability` is 0
-    uniform: Tensor  # float32 [R], random in [0, 1); u stands for the interval [u, u + 2**-24)
+    uniform: Tensor  # float32 [R], random multiples of 2**-24 in [0, 1)
 
 
 class Masks(NamedTuple):
     """Allowed tokens of Q rows, on the device of the logits.
 
-    Token i is allowed if bit i % 32 (0 is the lowest) of word i // 32 is 1. Bits after the vocabulary are ignored.
+    Token i is allowed if bit i % 32 (0 is the lowest) of word i // 32 is 1. Bits from V on are ignored.
     """
 
     rows: Tensor  # int64 [Q], distinct

@@ -1,4 +1,4 @@
-"""Makes `native` compute the rows with limits that a backend does not support."""
+"""Lets `native` compute the rows whose limits a backend does not support."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def native_for_other_limits(
 ) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor]]]:
     """Return a decorator for the `choose` of a backend that supports only these `limits` of `SamplingArrays`.
 
-    Whether the backend or `native` computes a row depends only on that row, so its token does not depend on other rows.
-    The backend computes rows with other limits as greedy rows, and `native` then replaces their results. If the backend
-    supports no row of the step, `native` computes the whole step.
+    The backend computes rows with unsupported limits as if they were greedy, and `native` then replaces their results.
+    If the backend supports no row of the step, `native` computes the whole step. A row's own limits decide who computes
+    it, so its token does not depend on the other rows.
     """
     others = tuple(name for name in NO_LIMIT if name not in limits)
 

@@ -13,19 +13,19 @@ from ops.sampling import Masks, SamplingArrays, Scores
 
 # Rows with at most this top_k are drawn without sorting the whole vocabulary.
 MAX_BEST = 1024
-# On the host, rows with top_p and without top_k are first drawn from this number of best tokens. They usually include
+# On the host, rows with top_p and without top_k are first drawn from this number of best tokens, which usually include
 # all tokens that top_p keeps.
 FIRST_BEST = 256
-# Half of the interval of 2**-24 that a uniform float32 number represents. The middle of the interval is used, because
-# the numbers 0 and 0.5 could be exactly at the boundary between two tokens and select a token of almost no probability.
+# A uniform number u represents the interval [u, u + 2**-24), and draws use the middle of the interval. Its lower end,
+# for example 0 or 0.5, could be exactly at a boundary between two tokens, and select a token of almost no probability.
 HALF_STEP = 2**-25
-# Logits per piece. Temporary tensors take about 40 bytes per logit: 2.5 MiB on the host, where small pieces stay in the
-# processor's cache and reuse memory, and 1.3 GiB on a device.
+# Rows are computed in pieces of at most this number of logits. Temporary tensors take about 40 bytes per logit: 2.5 MiB
+# on the host, where small pieces stay in the processor's cache and reuse memory, and 1.3 GiB on a device.
 HOST_PIECE, DEVICE_PIECE = 2**16, 2**25
-# Lower bound of exponents. exp(-80) is already 0 in fixed point, and exp(-inf) takes three times as long to compute.
+# Exponents are clamped to this minimum. exp(-80) is 0 in fixed point, and exp(-inf) would take three times as long.
 LEAST_EXPONENT = -80.0
 _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-# float32 [256, 8]: upper bounds on the eight logits of each value of a byte of a bitmask, inf or -inf.
+# float32 [256, 8]: for each value of a bitmask's byte, upper bounds on the logits of its eight tokens: inf or -inf.
 LIMITS = np.where(_BYTES == 1, np.float32(np.inf), np.float32(-np.inf))
 
 
@@ -58,7 +58,7 @@ def choose(
     else:
         peak, ids = logits.amax(-1), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     kinds = _kinds(host, vocab_size)
-    order = None  # on a device: rows sorted by kind, so that row indices need not be copied from the host
+    order = None  # int64 [R] on a device: rows sorted by kind, so that no row indices are copied from the host
     if not on_host and len(kinds.unique()) > 1:
         order = _kinds(arrays, vocab_size).argsort(stable=True)
     for rows in _pieces(kinds, UNTRUNCATED, order, logits):
@@ -68,7 +68,7 @@ def choose(
         _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), width)[0])
     for rows in _pieces(kinds, BY_MASS, order, logits):
         taken = _take(rows, logits, peak, arrays)
-        # On a device, the check whether a few best tokens suffice would wait for the device.
+        # On a device, draw from the whole ranking: `_draw_by_mass` reads a result, and so would wait for the device.
         _put(ids, rows, _draw_by_mass(*taken) if on_host else _draw_ranked(*taken, vocab_size)[0])
     for rows in _pieces(kinds, MANY, order, logits):
         _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), vocab_size)[0])
@@ -88,7 +88,7 @@ def _within_sigmas(logits: Tensor, top_n_sigma: Tensor, host: Tensor) -> Tensor:
 
 
 def _typical(logits: Tensor, arrays: SamplingArrays, host_rows: Tensor) -> Tensor:
-    """Return a copy of `logits` with -inf for the tokens that `typical_p` drops in these rows (bool [R])."""
+    """Return a copy of `logits` with -inf for tokens that `typical_p` drops, in the rows of `host_rows` (bool [R])."""
     kept, vocab_size = logits.clone(), logits.shape[-1]
     rows = host_rows.nonzero()[:, 0]
     for piece in _slices(len(rows), logits):
@@ -99,14 +99,15 @@ def _typical(logits: Tensor, arrays: SamplingArrays, host_rows: Tensor) -> Tenso
         weights = below.neg().exp_()
         fixed = _fixed(weights, vocab_size)
         mass = fixed.sum(-1)
-        # The surprise is `below` plus a constant, so the entropy is the mean of `below` plus the same constant.
+        # A token's surprise is `below` plus a constant of the row, and the entropy is the mean surprise. The constant
+        # cancels in their difference.
         mean = _fixed(weights * below, vocab_size).sum(-1).double() / mass.double()
         order = (below.double() - mean[:, None]).abs_().sort(dim=-1, stable=True).indices
         ordered = fixed.gather(-1, order)
         need = (arrays.typical_p[index].double() * mass.double()).ceil().long()
         is_kept = torch.zeros_like(x, dtype=torch.bool)
         is_kept.scatter_(-1, order, ordered.cumsum(-1) - ordered < need[:, None])
-        is_kept |= ~peak.isfinite()[:, None]  # such rows are not sound
+        is_kept |= ~peak.isfinite()[:, None]  # leave rows that are not sound as they are
         kept.index_copy_(0, index, x.masked_fill_(~is_kept, -torch.inf))
     return kept
 
@@ -116,7 +117,7 @@ def _standard_deviations(logits: Tensor) -> Tensor:
     below = logits.amax(-1, keepdim=True).double() - logits  # float64 [R, V]
     finite = below.isfinite()
     below.masked_fill_(~finite, 0)
-    unit = below.amax(-1)  # scales the distances to [0, 1], where they are summed as integers
+    unit = below.amax(-1)  # distances are divided by it, so that they are in [0, 1] and can be summed in fixed point
     fixed = 2.0 ** fraction_bits(logits.shape[-1])
     below /= torch.where(unit > 0, unit, 1)[:, None]
     count = finite.sum(-1)
@@ -124,9 +125,9 @@ def _standard_deviations(logits: Tensor) -> Tensor:
     return unit * (square - mean * mean).clamp(min=0).sqrt()
 
 
-# Kinds of rows. GREEDY rows take the best token. UNTRUNCATED rows draw from all tokens, FEW rows from few best tokens
-# (top_k up to MAX_BEST), BY_MASS rows from the tokens that top_p keeps, and MANY rows from many best tokens (top_k,
-# XTC).
+# Kinds of rows. GREEDY rows take the best token, and UNTRUNCATED rows draw from all tokens. The other kinds draw from a
+# ranking: FEW rows from at most MAX_BEST tokens (top_k), BY_MASS rows from the tokens that top_p keeps, MANY rows from
+# more tokens (top_k, XTC).
 GREEDY, UNTRUNCATED, FEW, BY_MASS, MANY = range(5)
 
 
@@ -182,7 +183,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
             limits = np.take(LIMITS, allowed[piece], axis=0).reshape(-1, 8 * allowed.shape[1])[:, :vocab_size]
             first = int(indices[piece.start])
             adjacent = values[first : first + len(limits)]
-            if np.array_equal(indices[piece], np.arange(first, first + len(limits))):  # no copy is needed
+            if np.array_equal(indices[piece], np.arange(first, first + len(limits))):  # adjacent rows: without a copy
                 np.minimum(adjacent, limits, out=adjacent)
             else:
                 values[indices[piece]] = np.minimum(values[indices[piece]], limits)
@@ -224,7 +225,7 @@ def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ids = _best_by_keys(logits, count)
         return logits.gather(-1, ids), ids
     values, ids = logits.topk(count + 1)
-    is_tied = values[:, count - 1] == values[:, count]  # torch's topk chooses any of several equal logits
+    is_tied = values[:, count - 1] == values[:, count]  # then topk may have chosen an equal logit of a higher id
     ids = ids[:, :count].sort(-1).values
     order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
     ids = ids.gather(-1, order)
@@ -234,7 +235,7 @@ def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_by_keys(logits: Tensor, count: int) -> Tensor:
-    """Return the ids of `best`.
+    """Return the ids of the `count` largest logits of each row, int64 [R, count], equal logits by lower id.
 
     Tokens are ranked by an integer key, which has the logit in its upper bits and the reversed id in its lower bits.
     """
@@ -255,7 +256,7 @@ def _largest(keys: Tensor, count: int) -> Tensor:
 
 
 def _draw(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
-    """Draw from all tokens that reach min_p, in order of ids, without a ranking."""
+    """Draw from all tokens that min_p keeps, in order of ids, without a ranking."""
     weights = _weights(logits, peak, arrays.temperature)
     if not _is_host(logits) or bool(arrays.min_p.any()):
         weights.masked_fill_(weights < arrays.min_p[:, None], 0)
@@ -266,8 +267,8 @@ def _draw(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
 def probabilities(logits: Tensor, arrays: SamplingArrays, ids: Tensor) -> Tensor:
     """Return the probability with which each row draws the token `ids` [R], float64 [R].
 
-    XTC is ignored, and greedy rows are treated like other rows. A row that is not sound has an arbitrary value. `ids`
-    is int64.
+    `ids` is int64. XTC is ignored, and greedy rows are treated like other rows. The result of a row that is not sound
+    is arbitrary.
     """
     if bool((arrays.top_n_sigma > 0).any()):
         logits = _within_sigmas(logits, arrays.top_n_sigma, arrays.top_n_sigma.cpu())
@@ -307,9 +308,9 @@ def second_uniform(uniform: Tensor) -> Tensor:
 
 
 def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: int) -> tuple[Tensor, Tensor]:
-    """Draw from the kept tokens among the `width` best tokens. Return (ids, whether the id is valid), both [R].
+    """Draw from those of the `width` best tokens that the limits keep. Return (ids, whether the id is valid), both [R].
 
-    An id is valid if the `width` best tokens include all tokens that the limits keep. Each limit keeps a prefix of the
+    An id is invalid if the limits also keep tokens outside the `width` best ones. Each limit keeps a prefix of the
     ranking, so all limits together keep the shortest of these prefixes.
     """
     vocab_size = logits.shape[-1]
@@ -339,7 +340,7 @@ def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: in
 
 
 def _dropped_mass(mass_to: Tensor, fixed: Tensor, kept: Tensor, mass_kept: Tensor, arrays: SamplingArrays) -> Tensor:
-    """Return the mass [R] of the best tokens that XTC drops."""
+    """Return the mass [R] of the tokens that XTC drops, which are the first in the ranking."""
     need = (arrays.xtc_threshold.double() * mass_kept.double()).ceil().long()
     num_likely = (kept & (fixed >= need[:, None])).sum(-1)
     is_drawn = second_uniform(arrays.uniform) < arrays.xtc_probability
@@ -349,7 +350,7 @@ def _dropped_mass(mass_to: Tensor, fixed: Tensor, kept: Tensor, mass_kept: Tenso
 
 
 def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
-    """Draw from a few best tokens if they include all kept tokens, else from the whole ranking. Host only."""
+    """Draw from FIRST_BEST tokens if they include all tokens that the limits keep, else from all tokens. Host only."""
     ids, covered = _draw_ranked(logits, peak, arrays, FIRST_BEST)
     missed = (~covered).nonzero()[:, 0]
     if len(missed):
@@ -359,9 +360,9 @@ def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tenso
 
 
 def _invert(mass_to: Tensor, mass: Tensor, uniform: Tensor, dropped: Tensor | None = None) -> Tensor:
-    """Return the first index [R] whose cumulative mass [R, n] exceeds `uniform` times `mass` [R].
+    """Return the first index [R] whose cumulative mass in `mass_to` [R, n] exceeds `uniform` times `mass` [R].
 
-    With `dropped` [R], the first tokens, which have this mass, are left out.
+    With `dropped` [R], tokens at the start of the ranking that together have this mass cannot be drawn.
     """
     part = mass if dropped is None else mass - dropped
     target = ((uniform.double() + HALF_STEP) * part.double()).long()
@@ -369,11 +370,11 @@ def _invert(mass_to: Tensor, mass: Tensor, uniform: Tensor, dropped: Tensor | No
     if dropped is not None:
         target += dropped
     index = torch.searchsorted(mass_to, target[:, None], right=True)[:, 0]
-    return index.clamp(max=mass_to.shape[-1] - 1)  # only rows that are not sound exceed it
+    return index.clamp(max=mass_to.shape[-1] - 1)  # larger only in rows that are not sound
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
-    """Return exp((logit - peak) / temperature). The best token has exactly 1. Weights near 0 become exp(-80)."""
+    """Return the weights exp((logit - peak) / temperature), at least exp(-80). The best token has exactly 1."""
     return logits.sub(peak[:, None]).div_(temperature[:, None]).clamp_(min=LEAST_EXPONENT).exp_()
 
 
@@ -387,7 +388,7 @@ def fraction_bits(vocab_size: int) -> int:
 
 
 def _pieces(kinds: Tensor, kind: int, order: Tensor | None, logits: Tensor) -> Iterator[Rows]:
-    """Yield the rows of this kind in pieces of bounded size."""
+    """Yield the rows of this kind in pieces (see `HOST_PIECE`)."""
     rows = (kinds == kind).nonzero()[:, 0]
     first = int((kinds < kind).sum()) if order is not None else 0  # first row of this kind in `order`
     for piece in _slices(len(rows), logits):
@@ -407,7 +408,7 @@ def _slices(count: int, logits: Tensor) -> Iterator[slice]:
 
 
 def _take(rows: Rows, logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> tuple[Tensor, Tensor, SamplingArrays]:
-    """Return these rows of all tensors. Adjacent rows are views."""
+    """Return these rows of `logits`, `peak` and `arrays`: views if the rows are adjacent, otherwise copies."""
     return logits[rows.index], peak[rows.index], SamplingArrays(*(field[rows.index] for field in arrays))
 
 
@@ -420,7 +421,7 @@ def _is_host(logits: Tensor) -> bool:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a small host tensor without waiting for the device."""
+    """Copy a small host tensor to the device without waiting for earlier work of the device."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

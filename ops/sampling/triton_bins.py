@@ -15,9 +15,9 @@ from ops.sampling.triton_logits import weight_of
 
 MAX_PARTS = tl.constexpr(32)
 BINS = tl.constexpr(256)
-# All tokens whose exponent (peak - x) / temperature is above this share the last bin. exp(-34) is about 2**-49.
+# Tokens whose exponent (peak - x) / temperature is above this value are all in the last bin. exp(-34) is about 2**-49.
 MAX_EXPONENT = tl.constexpr(34.0)
-# Bounds on the weights in a bin are widened by this factor, because exp and the exponents at its edges are rounded.
+# Bounds on the weights in a bin are widened by this share, because the exponents at its edges and exp are rounded.
 SLACK = tl.constexpr(2.0**-15)
 
 
@@ -43,13 +43,13 @@ def bins_per_unit(peak, low, temperature):
 
 @triton.jit
 def bin_of(x, peak, temperature, scale):
-    """Return the bins of logits. A larger logit never has a later bin."""
+    """Return the bin of each logit x. Bins are monotonic: a larger logit is in the same bin or in an earlier one."""
     return tl.minimum(tl.div_rn(peak - x, temperature) * scale, BINS - 1.0).to(tl.int32)
 
 
 @triton.jit
 def ordered_bits(x):
-    """Return the bits of floats as integers with the same order."""
+    """Return the bits of float32 numbers as int32 numbers that are in the same order."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -63,7 +63,7 @@ def float_of(ordered):
 
 @triton.jit
 def sum_of_parts(values, row, num_parts):
-    """Return the sum over the parts of [R, parts, BINS] for one row, [BINS]."""
+    """Return the sum of `values` [R, parts, BINS] over the parts of one row, [BINS]."""
     bins = tl.arange(0, BINS)
     total = tl.zeros([BINS], tl.int32)
     for part in range(num_parts):
@@ -79,7 +79,7 @@ def row_mass(masses, row, num_parts, WHICH: tl.constexpr):
 
 @triton.jit
 def share(limit_p, mass):
-    """Return limit_p * mass, rounded up, at least 1."""
+    """Return the mass limit_p * mass, rounded up, at least 1."""
     part = limit_p.to(tl.float64) * mass.to(tl.float64)
     whole = part.to(tl.int64)
     whole += (whole.to(tl.float64) < part).to(tl.int64)  # rounded up
@@ -99,7 +99,7 @@ def bins_with_mass(count, limit, total, scale, UNIT: tl.constexpr):
     lower = tl.where(bins == BINS - 1, 0.0, tl.maximum(lower, 0.0))
     most, least = upper * count.to(tl.float64), lower * count.to(tl.float64)
     most_to, least_to = tl.cumsum(most, axis=0), tl.cumsum(least, axis=0)
-    # The exact total minus the bounds on the mass of later bins gives a second bound.
+    # A second bound: the exact total minus the bounds on the mass of the later bins.
     whole = total.to(tl.float64)
     rounding = whole * 2.0**-40 + 1.0
     most_to = tl.minimum(most_to, whole - (tl.sum(least, axis=0) - least_to)) + rounding
@@ -119,7 +119,7 @@ def bin_with_count(count, limit):
 
 @triton.jit
 def last_listed(count, limit_k, limit_p, total, scale, VOCAB: tl.constexpr, UNIT: tl.constexpr):
-    """Return (last, count): the bins 0 .. last contain all tokens that the limits keep, and `count` tokens in total."""
+    """Return (last, count): the bins 0 .. last have `count` tokens, among them all tokens that the limits keep."""
     last = tl.cast(BINS - 1, tl.int32)
     if limit_k < VOCAB:
         last = bin_with_count(count, limit_k)
@@ -147,9 +147,9 @@ def list_bins(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add those of the tokens begin .. end - 1 that are in the bins first .. last to the row's list.
+    """Add tokens to the row's list: those of the ids begin .. end - 1 that are in the bins first .. last.
 
-    Returns the mass of the tokens in the bins before `first` if `SUM_ABOVE`, otherwise 0.
+    With `SUM_ABOVE`, returns the mass of the tokens in the bins before `first`; otherwise 0.
     """
     offsets, place = tl.arange(0, BLOCK), tl.cast(place, tl.int32)
     above = tl.zeros([BLOCK], tl.int64)

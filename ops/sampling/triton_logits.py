@@ -1,4 +1,4 @@
-"""Triton kernels that change logits or score tokens. `with_triton` has the kernels that choose tokens."""
+"""Triton kernels for penalties, masks and log-probabilities. `with_triton` has the kernels that choose tokens."""
 
 # Pyright cannot check the arguments of kernel launches or the types of reductions.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -14,7 +14,7 @@ from ops.sampling import Scores
 from ops.sampling.native import best, fraction_bits
 
 BLOCK = 4096  # logits per iteration of a program
-MIN_IDS = 32  # scored ids of a row in the usual variant of the kernel: the chosen id, and up to 20 best ones
+MIN_IDS = 32  # ids per row for which the kernel is compiled at least; enough for the chosen id and 20 best ids
 
 
 def penalize(
@@ -27,7 +27,7 @@ def penalize(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Penalise previous tokens in place (see `ops.sampling`)."""
+    """Penalise generated and prompt tokens in place (see `ops.sampling`)."""
     vocab_size = logits.shape[1]
     block = block_size(vocab_size)
     _penalize_kernel[(len(rows), triton.cdiv(vocab_size, block))](
@@ -47,7 +47,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Set the logits of tokens that the masks forbid to -inf, in place (see `Masks`)."""
+    """Set the logits of forbidden tokens to -inf, in place. `rows` and `bitmask` are the fields of `Masks`."""
     vocab_size = logits.shape[1]
     block = block_size(vocab_size)
     _bitmask_kernel[(len(rows), triton.cdiv(vocab_size, block))](
@@ -85,13 +85,13 @@ def block_size(vocab_size: int) -> int:
 
 @triton.jit
 def weight_of(x, peak, temperature):
-    """Return exp((x - peak) / temperature). The best token has exactly 1."""
+    """Return the weight exp((x - peak) / temperature). The best token has exactly 1."""
     return tl.exp(tl.div_rn(x - peak, temperature))
 
 
 @triton.jit
 def _mass(line, temperature, VOCAB: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest logit, and the mass of all tokens in fixed point."""
+    """Return a row's largest logit, and the mass of all its tokens in fixed point. `line` points to the logits."""
     offsets = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for base in range(0, VOCAB, BLOCK):
@@ -151,7 +151,7 @@ def _bitmask_kernel(
     tl.store(logits + tl.load(rows + entry) * stride + ids, float("-inf"), mask=inside & is_forbidden)
 
 
-# Varies between requests. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `num_ids` varies between requests. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_ids"])
 def _score_kernel(
     logits,  # [R, VOCAB]

@@ -1,6 +1,6 @@
-"""Triton functions that find the shortest prefix of a ranking that reaches a number of tokens or a mass.
+"""Triton functions that find the last token of the shortest prefix of a ranking with a given mass or number of tokens.
 
-They return the last token of this prefix. `with_triton.py` describes the method.
+`with_triton.py` describes the method.
 """
 
 # Pyright cannot check the arguments of kernel launches or the types of reductions.
@@ -28,7 +28,7 @@ MIDDLE = tl.constexpr(HALF_STEP)
 
 @triton.jit
 def target_of(uniform, row, mass):
-    """Return the mass that the prefix which ends with the drawn token must exceed."""
+    """Return the drawn mass. The drawn token is the first in the ranking whose cumulative mass exceeds it."""
     target = ((tl.load(uniform + row).to(tl.float64) + MIDDLE) * mass.to(tl.float64)).to(tl.int64)
     return tl.minimum(target, mass - 1)  # the product may have been rounded up
 
@@ -39,7 +39,7 @@ def shortest_prefix(
     by_mass,  # whether `limit` is a mass, not a number of tokens
     line,
     count,  # [BINS], number of tokens in each bin
-    num_listed,  # number of tokens to list; if it is above MAX_HELD, `_gather_kernel` has listed none
+    num_listed,  # number of tokens that the list should have; if it is above MAX_HELD, the list is empty
     total,  # mass of all tokens
     peak,
     temperature,
@@ -54,7 +54,7 @@ def shortest_prefix(
 ):
     """Return (id, weight) of the last token of the shortest prefix that reaches `limit`, and the prefix's mass."""
     listed = num_listed
-    # Of the tokens before the list: their number or mass, in the unit of `limit`, and their mass.
+    # Number (or mass, if `by_mass`) of the tokens that are ranked before the listed ones, and their mass.
     above, mass_above = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if num_listed > MAX_HELD:
         first, last = bins_with_mass(count, limit, total, scale, UNIT)
@@ -99,7 +99,7 @@ def _token(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return (whether the entry exists, ordered bits, weight in fixed point) of entries base .. base + BLOCK - 1."""
+    """Return (whether it exists, ordered bits, weight in fixed point) of the entries from `base` on, [BLOCK]."""
     entries = base + tl.arange(0, BLOCK)
     inside = entries < end
     if LISTED:
@@ -129,7 +129,7 @@ def _search(
 ):
     """Return (id, ordered bits) of the last token of the shortest prefix that reaches `limit`, and the prefix's mass.
 
-    Tokens that are not among the entries are ignored. The entries are in the order of ids.
+    Only the listed tokens (with `LISTED`) or all tokens of the row are ranked. Entries are in the order of ids.
     """
     lowest, highest = tl.full([BLOCK], 2**31 - 1, tl.int32), tl.full([BLOCK], -(2**31), tl.int32)
     for base in range(0, end, BLOCK):
@@ -157,7 +157,7 @@ def _search(
 @triton.jit
 def _among_equals(
     last,  # ordered bits of the last token
-    rank,  # number or mass to take from the tokens with these bits
+    rank,  # number of the tokens with these bits (or their mass, if `by_mass`) that the prefix takes
     by_mass,
     LISTED: tl.constexpr,
     line,

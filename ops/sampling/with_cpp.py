@@ -1,8 +1,9 @@
 """Sampling in C++ (`ops/cpp/source/sampling.h`): greedy rows, and other rows that have no limit or only min_p.
 
-The same kernel also applies the mask of a row, while the row is in the core's cache. It skips blocks of 256 tokens that
-contain no allowed token. torch computes penalties, and rows with other limits. C++ also computes log-probabilities. It
-sums the softmax's denominator without storing the softmax, and ranks only the top tokens.
+The kernel that chooses a row's token also applies the row's mask, while the row is in the core's cache. It skips blocks
+of 256 tokens that contain no allowed token. A second kernel computes log-probabilities: it sums the softmax's
+denominator without storing the softmax, and ranks only the top tokens. torch computes penalties, and rows with other
+limits.
 """
 
 from __future__ import annotations

@@ -5,18 +5,19 @@ random target. Four kernels find it:
 
 1. `_peak_kernel` finds the largest and the smallest finite logit of each part of a row.
 2. `_count_kernel` counts the tokens of each part in `BINS` bins. A bin is a range of exponents, (peak - x) /
-   temperature, so its width bounds the weights in it. The kernel also sums the weights of the part exactly.
+   temperature, so the edges of a bin bound the weights in it. The kernel also sums the weights of the part exactly.
 3. `_gather_kernel` copies the tokens of the first bins to a list in the order of their ids. These bins
    contain every token that the limits keep.
-4. `_draw_kernel` applies the limits to this list. It bisects over the bits of the logits, which have the same order as
-   the floats, and then counts equal logits in the order of their ids. If the list would be longer than `MAX_HELD` (flat
-   distributions), step 3 makes none. Then step 4 uses the bins to bound the position of each limit's last token, and
-   lists only the tokens of the few possible bins. If these are also too many, it reads all logits in each step of the
-   bisection.
+4. `_draw_kernel` applies the limits to this list. It bisects over the bits of the logits, which as integers have the
+   same order as the floats, and then counts equal logits in the order of their ids.
 
-Only sums of integers determine the result, so it does not depend on the number of parts. Weights equal those of
-`native` except for the last bits of exp. Therefore a token may differ from `native`'s if a limit or a uniform number is
-within about 2**-22 of a boundary.
+In a flat distribution, the list could be longer than `MAX_HELD`. Step 3 then makes no list. Instead, step 4 finds, for
+each limit, the few bins that may contain its last token, and lists only their tokens. If these are also too many, each
+iteration of the bisection reads all logits.
+
+Only sums of integers determine the result, so it does not depend on the number of parts. The weights may differ from
+those of `native` in the last bits of exp. Therefore the chosen token may differ from that of `native` if a limit or a
+uniform number is within about 2**-22 of a boundary between two tokens.
 """
 
 # Pyright cannot check the arguments of kernel launches or the types of reductions.
@@ -98,7 +99,7 @@ def _num_parts(num_rows: int, num_blocks: int) -> int:
     return max(1, min(MAX_PARTS.value, num_blocks, triton.cdiv(PROGRAMS, num_rows)))
 
 
-# Depends on the number of rows. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `part_size` depends on the number of rows. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["part_size"])
 def _peak_kernel(
     logits,  # [R, VOCAB]
