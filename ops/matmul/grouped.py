@@ -13,6 +13,9 @@ from torch import Tensor
 
 # Values of the 4-bit codes 0 .. 15 if they represent integers.
 WHOLE = tuple(float(number) for number in range(-8, 8))
+# Values of the 4-bit codes if they represent floats (e2m1); the sign is the highest bit.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+TRITON_GROUPS = (16, 32, 64, 128)  # groups of 4-bit weights for Triton; multiples of the last one fit as well
 CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
 SMALLEST_SCALE = 1e-12  # scale of a row that contains only zeros
 ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
@@ -26,6 +29,7 @@ class GroupForm(NamedTuple):
     table: tuple[float, ...] = WHOLE
     shifted: bool = True  # whether each group has a shift, which is added to its values
     floating: bool = False  # whether the codes have 8 bits and are float8 numbers (e4m3) instead of integers
+    powers: bool = False  # whether all scales are powers of two
 
     @property
     def fits(self) -> bool:
@@ -79,6 +83,7 @@ class GroupedWeight(NamedTuple):
     rounded_rows: bool = False  # whether products may round each row of x to 8 bits with one scale; only for 4 bits
     bits: int = 4
     floating: bool = False
+    powers: bool = False  # whether all scales are powers of two
 
     @property
     def group(self) -> int:
@@ -101,7 +106,9 @@ class GroupedWeight(NamedTuple):
             middle = 1 << form.bits >> 1
             numbers = self.table if self.bits == 4 else range(-(1 << self.bits >> 1), 1 << self.bits >> 1)
             codes = torch.tensor([int(each) + middle for each in numbers], dtype=torch.uint8)[codes.int()]
-        return self._replace(codes=codes, scales=scales, shifts=shifts, table=form.table, bits=form.bits)
+        return self._replace(
+            codes=codes, scales=scales, shifts=shifts, table=form.table, bits=form.bits, powers=form.powers
+        )
 
     def rows(self, rows: slice) -> GroupedWeight:
         """Return the part of the weight for these outputs."""
@@ -131,6 +138,12 @@ class GroupedWeight(NamedTuple):
             numbers = self.codes.float() - (1 << self.bits >> 1)
         weight = numbers.unflatten(-1, (-1, self.group)) * self.scales.unsqueeze(-1)
         return (weight if self.shifts is None else weight + self.shifts.unsqueeze(-1)).flatten(-2)
+
+
+def fits_triton(weight: GroupedWeight | GroupForm) -> bool:
+    """Return whether the Triton kernels read a weight of this form in 4 bits."""
+    fits = weight.group in TRITON_GROUPS or weight.group % TRITON_GROUPS[-1] == 0
+    return weight.bits == 4 and weight.table in (WHOLE, E2M1) and fits
 
 
 def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:

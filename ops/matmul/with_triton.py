@@ -1,10 +1,10 @@
 """Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
-4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. If
-x is in float32, the sum of a group's products is scaled once. If x has 16 bits, each weight is scaled in float32 and
-then rounded, like a dequantised weight, so that an iteration of the main loop can read several groups. 8-bit weights
-are integers with one scale per output. Rows of x are never rounded. `triton_float8.py` computes products with float8
-weights, and torch computes products with other weights.
+4-bit weights are integers or e2m1 numbers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its
+lower half. If x is in float32, the sum of a group's products is scaled once. If x has 16 bits, each weight is scaled in
+float32 and then rounded, like a dequantised weight, so that an iteration of the main loop can read several groups
+(`triton_four_bits.py`). 8-bit weights are integers with one scale per output. Rows of x are never rounded.
+`triton_float8.py` computes products with float8 weights, and torch computes products with other weights.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -20,9 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.matmul import triton_float8
-from ops.matmul.grouped import WHOLE, GroupedWeight
+from ops.matmul.grouped import E2M1, WHOLE, GroupedWeight, fits_triton
+from ops.matmul.triton_four_bits import add_step
 
-GROUPS = (16, 32, 64, 128)  # supported numbers of inputs per group; multiples of the last one are supported as well
+FOUR_BITS = {WHOLE: torch.uint8, E2M1: torch.float4_e2m1fn_x2}  # values of the codes -> dtype of two codes in a byte
+FLOATS_OF_4_BITS = FOUR_BITS[E2M1]
 LARGEST_8 = 127.0
 FEW_ROWS = 32  # up to this number of rows, reading the weight takes most of the time
 ALIGNMENT = 256  # alignment of each part of a packed weight, in bytes
@@ -31,8 +33,10 @@ ALIGNMENT = 256  # alignment of each part of a packed weight, in bytes
 class Parts(NamedTuple):
     """Tensors of a packed weight."""
 
-    codes: Tensor  # uint8 [O, I / 2], int8 [O, I] or float8 (e4m3) [O, I]; experts have an additional first dimension
-    scales: Tensor  # float32 [O, G] or [O, 1]
+    # In 4 bits uint8 (integers) or float4 (e2m1) [O, I / 2], else int8 or float8 (e4m3) [O, I].
+    # Experts have an additional first dimension.
+    codes: Tensor
+    scales: Tensor  # float32 [O, G] or [O, 1], or uint8 exponents of two with a bias of 127
     shifts: Tensor | None = None  # float32 [O, G]
 
 
@@ -66,10 +70,15 @@ def pack(parts: Parts) -> Any:
 
 def _view(parts: Parts) -> Any:
     codes = parts.codes
-    shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == torch.uint8 else 1))
+    shape = (*codes.shape[:-1], codes.shape[-1] * (1 + is_of_4_bits(codes)))
     packed = codes.view(torch.uint8).as_strided(shape, (0,) * len(shape)).as_subclass(Packed)
     packed.parts = parts
     return packed
+
+
+def is_of_4_bits(codes: Tensor) -> bool:
+    """Return whether a byte has two codes."""
+    return codes.dtype in FOUR_BITS.values()
 
 
 def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
@@ -87,11 +96,25 @@ def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     """Return the packed weight, or the dequantised one if the kernel does not support it (see `ops.matmul`)."""
     if weight.floating:
         return pack(Parts(weight.codes.view(torch.float8_e4m3fn), weight.scales.float()))
-    if weight.bits != 4 or weight.table != WHOLE or not (weight.group in GROUPS or weight.group % GROUPS[-1] == 0):
+    if not fits_triton(weight):
         return weight.dequantised().to(dtype)
-    codes = weight.codes[:, ::2] | (weight.codes[:, 1::2] << 4)
+    codes = weight.codes[..., ::2] | (weight.codes[..., 1::2] << 4)
+    scales = weight.scales.float().contiguous()
+    if weight.powers:
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
-    return pack(Parts(codes, weight.scales.float().contiguous(), shifts))
+    return pack(Parts(codes.view(FOUR_BITS[weight.table]), scales, shifts))
+
+
+def unpacked(parts: Parts) -> Tensor:
+    """Return a dequantised copy of a 4-bit weight in float32."""
+    codes, scales, shifts = parts
+    table = next(table for table, stored in FOUR_BITS.items() if stored == codes.dtype)
+    both = codes.view(torch.uint8)
+    if scales.dtype == torch.uint8:
+        scales = (scales.to(torch.int32) << 23).view(torch.float32)
+    numbers = torch.stack((both & 15, both >> 4), dim=-1).flatten(-2)
+    return GroupedWeight(numbers, scales, shifts, table).dequantised()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -128,7 +151,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         out = triton_float8.product(rows, codes, scales, bias, dtype, rounded_rows=rounded)
         return out.view(*x.shape[:-1], out_size)
     out = torch.empty((len(rows), out_size), dtype=dtype, device=x.device)
-    group, of_4_bits = in_size // scales.shape[1], codes.dtype == torch.uint8
+    group, of_4_bits = in_size // scales.shape[1], is_of_4_bits(codes)
     tile = _tile(len(rows), group if of_4_bits else in_size, x.dtype, of_4_bits=of_4_bits)
     columns, splits, parts = triton.cdiv(out_size, tile["OUT_BLOCK"]), 1, out.unsqueeze(0)
     if len(rows) <= FEW_ROWS:
@@ -137,7 +160,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         parts = torch.empty((splits, len(rows), out_size), dtype=torch.float32, device=x.device)
     _product_kernel[triton.cdiv(len(rows), tile["ROWS_BLOCK"]), columns, splits](
         rows,
-        codes,
+        codes.view(torch.uint8) if of_4_bits else codes,
         scales,
         shifts,
         bias if splits == 1 else None,
@@ -149,6 +172,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         GROUP=group,
         SPLITS=splits,
         OF_4_BITS=of_4_bits,
+        FLOATING=codes.dtype == FLOATS_OF_4_BITS,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **tile,
     )
@@ -189,6 +213,7 @@ def _product_kernel(
     GROUP: tl.constexpr,
     SPLITS: tl.constexpr,
     OF_4_BITS: tl.constexpr,
+    FLOATING: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     IN_BLOCK: tl.constexpr,
@@ -208,29 +233,11 @@ def _product_kernel(
     if OF_4_BITS:
         pairs = tl.arange(0, IN_BLOCK // 2)
         bytes_of = codes + columns.to(tl.int64)[:, None] * (IN // 2) + pairs[None, :]
-        group: tl.constexpr = min(GROUP, IN_BLOCK)
-        groups = tl.arange(0, IN_BLOCK // group) * group
-        for base in range(first, end, IN_BLOCK):  # an iteration reads whole groups, or a part of one group
+        for base in range(first, end, IN_BLOCK):
             a = tl.load(x_rows + base, mask=is_row[:, None] & (base + inner < IN)[None, :], other=0.0)
             is_byte = is_column[:, None] & (base // 2 + pairs < IN // 2)[None, :]  # this form permits wide loads
-            both = tl.load(bytes_of + base // 2, mask=is_byte, other=0).to(tl.int32)
-            # The bits of 2 ** 23 + number in float32: faster than a conversion, and exact.
-            numbers = tl.interleave(both & 15, both >> 4) | 0x4B000000
-            numbers = numbers.to(tl.float32, bitcast=True) - 8388616.0  # [OUT, IN]
-            places, is_group = ((base + groups) // GROUP)[None, :], is_column[:, None] & (base + groups < IN)[None, :]
-            scale = tl.load(scale_lines[:, None] + places, mask=is_group, other=0.0)  # [OUT, groups]
-            if a.dtype == tl.float32:
-                tl.static_assert(group == IN_BLOCK)
-                total += tl.dot(a, tl.trans(numbers), input_precision=PRECISION) * tl.sum(scale, axis=1)[None, :]
-                if shift_lines is not None:
-                    shift = tl.load(shift_lines[:, None] + places, mask=is_group, other=0.0)
-                    total += tl.sum(a, axis=1)[:, None] * tl.sum(shift, axis=1)[None, :]
-            else:
-                grouped = numbers.reshape(OUT_BLOCK, IN_BLOCK // group, group) * scale[:, :, None]
-                if shift_lines is not None:
-                    grouped += tl.load(shift_lines[:, None] + places, mask=is_group, other=0.0)[:, :, None]
-                weight = grouped.to(a.dtype).reshape(OUT_BLOCK, IN_BLOCK)
-                total = tl.dot(a, tl.trans(weight), total, input_precision=PRECISION)
+            both = tl.load(bytes_of + base // 2, mask=is_byte, other=0)
+            total = add_step(total, a, both, scale_lines, shift_lines, is_column, base, IN, GROUP, FLOATING, PRECISION)
     else:
         bytes_of = codes + columns.to(tl.int64)[:, None] * IN + inner[None, :]
         for base in range(first, end, IN_BLOCK):

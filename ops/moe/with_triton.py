@@ -17,8 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.activation.with_triton import gate, gate_round
+from ops.matmul.grouped import fits_triton
 from ops.matmul.triton_float8 import from_float8, inputs_per_step, multiplies_float8, round_rows
-from ops.matmul.with_triton import Packed, prepare_grouped, row_group
+from ops.matmul.triton_four_bits import add_step
+from ops.matmul.with_triton import (
+    FLOATS_OF_4_BITS,
+    Packed,
+    Parts,
+    is_of_4_bits,
+    prepare_grouped,
+    row_group,
+    unpacked,
+)
 from ops.moe import GroupedMixture, Grouping, Mixture, native
 from ops.moe.native import prepare_experts
 from ops.moe.triton_sort import Sorted, sort_pairs
@@ -29,17 +39,25 @@ COMBINE_BLOCK = 1024
 
 
 def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
-    """Return packed weights if they are in float8, else dequantised ones (see `ops.moe`)."""
+    """Return packed weights if they are in float8 or in supported 4 bits, else dequantised ones (see `ops.moe`)."""
     gate_up, down, *biases = mixture
-    if not (gate_up.floating and down.floating):
+    if not all(weight.floating or fits_triton(weight) for weight in (gate_up, down)):
         return native.prepare_grouped_experts(mixture, dtype)
     return Mixture(prepare_grouped(gate_up, dtype), prepare_grouped(down, dtype), *biases)
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
-    """Return the plain weights of one expert (see `ops.moe`)."""
-    if isinstance(mixture.gate_up, Packed):
-        raise ValueError("The weights of experts in float8 are not readable one by one.")
+    """Return the plain weights of one expert, in float32 if they are packed in 4 bits (see `ops.moe`)."""
+
+    def plain(weight: Tensor) -> Tensor:
+        if not isinstance(weight, Packed):
+            return weight
+        if not is_of_4_bits(weight.parts.codes):
+            raise ValueError("The weights of experts in float8 are not readable one by one.")
+        parts = (None if part is None else part[expert : expert + 1] for part in weight.parts)
+        return unpacked(Parts(*parts)).expand(len(weight), -1, -1)
+
+    mixture = mixture._replace(gate_up=plain(mixture.gate_up), down=plain(mixture.down))
     return native.one_expert(mixture, expert, size, inner_size)
 
 
@@ -96,14 +114,10 @@ def mix(
     if weigh_inputs:  # one row per pair
         x = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
         weights, pairs_per_row = torch.ones_like(weights), 1
-    inner = _grouped(x, gate_up, by_expert, pairs_per_row, from_tokens=True)  # [T * k, 2F], by expert
-    if gate_up_bias is not None:
-        inner += gate_up_bias[experts.flatten()[by_expert.order]]
+    inner = _grouped(x, gate_up, gate_up_bias, by_expert, pairs_per_row, from_tokens=True)  # [T * k, 2F], by expert
     group = row_group(down)
     inner = gate(inner, activation) if group is None else gate_round(inner, activation, group)
-    results = _grouped(inner, down, by_expert, top_k, from_tokens=False)  # [T * k, E], by token
-    if down_bias is not None:
-        results += down_bias[experts.flatten()]
+    results = _grouped(inner, down, down_bias, by_expert, top_k, from_tokens=False)  # [T * k, E], by token
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     block = min(COMBINE_BLOCK, triton.next_power_of_2(size))
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
@@ -112,32 +126,38 @@ def mix(
     return out
 
 
-def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_tokens: bool) -> Tensor:
-    """Multiply each pair's row by its expert's weight [X, O, I]. Return [T * k, O].
+def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Sorted, top_k: int, *, from_tokens: bool) -> Tensor:
+    """Multiply each pair's row by its expert's weight [X, O, I] and add the bias [X, O]. Return [T * k, O].
 
     If `from_tokens`, inputs are in token order [T, I] and outputs in sorted order; else the reverse.
     """
     num_pairs, (num_experts, out_size, in_size) = len(pairs.order), weight.shape
     out = torch.empty((num_pairs, out_size), dtype=x.dtype, device=x.device)
-    scales = row_scales = None
-    step = in_size
+    scales = shifts = row_scales = None
+    step = group = in_size
+    of_4_bits = floating = False
     if isinstance(weight, Packed):
-        codes, scales, _ = weight.parts
-        weight, groups = codes.view(torch.uint8), scales.shape[-1]
-        step = inputs_per_step(in_size, groups)
-        if multiplies_float8(x.device):
-            x, row_scales = round_rows(x, in_size // groups)
-    tile = _tile(num_pairs, num_experts, x.dtype, step)
+        codes, scales, shifts = weight.parts
+        of_4_bits, floating = is_of_4_bits(codes), codes.dtype == FLOATS_OF_4_BITS
+        weight, group = codes.view(torch.uint8), in_size // scales.shape[-1]
+        step = group if of_4_bits else inputs_per_step(in_size, in_size // group)
+        if not of_4_bits and multiplies_float8(x.device):
+            x, row_scales = round_rows(x, group)
+    tile = _tile(num_pairs, num_experts, x.dtype, step, of_4_bits=of_4_bits)
     # Upper bound on the number of tiles, since the last tile of each expert may be partial.
     num_tiles = min(num_pairs, num_experts) + num_pairs // tile["PAIRS_BLOCK"]
     _grouped_kernel[(num_tiles, triton.cdiv(out_size, tile["OUT_BLOCK"]))](
         x,
         weight,
         out,
+        bias,
         *pairs,
         scales,
+        shifts,
         row_scales,
-        GROUP=in_size if scales is None else in_size // scales.shape[-1],
+        GROUP=group,
+        OF_4_BITS=of_4_bits,
+        FLOATING=floating,
         EXPERTS=num_experts,
         EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
         TOP_K=top_k,
@@ -150,16 +170,25 @@ def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_token
     return out
 
 
-def _tile(num_pairs: int, num_experts: int, dtype: torch.dtype, step: int) -> dict[str, Any]:
+def _tile(num_pairs: int, num_experts: int, dtype: torch.dtype, step: int, *, of_4_bits: bool) -> dict[str, Any]:
     """Return the tile sizes. A tile has about the average number of pairs per expert, at most 128.
 
-    An iteration of the main loop reads at most `step` inputs, a power of two or the whole row.
+    An iteration of the main loop reads at most `step` inputs, a power of two or the whole row. If x has 16 bits and the
+    weight has 4, it reads any number of groups of `step` inputs.
     """
     step = triton.next_power_of_2(step)
     if dtype.itemsize == 4:
         return {"PAIRS_BLOCK": 16, "OUT_BLOCK": 64, "IN_BLOCK": min(step, 32), "num_warps": 4, "num_stages": 2}
     pairs = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))))
     few = pairs <= 32  # with few pairs, reading weights dominates: use wide loads
+    if of_4_bits:
+        return {
+            "PAIRS_BLOCK": pairs,
+            "OUT_BLOCK": 32 if few else 128,
+            "IN_BLOCK": 256 if few else 64,
+            "num_warps": 4 if few else 8,
+            "num_stages": 4 if few else 3,
+        }
     return {
         "PAIRS_BLOCK": pairs,
         "OUT_BLOCK": 64 if few else 128,
@@ -215,13 +244,17 @@ def _route_kernel(
 @triton.jit
 def _grouped_kernel(
     x,  # [T, IN] or [T * TOP_K, IN]
-    weight,  # [EXPERTS, OUT, IN], codes of float8 (uint8) if there are scales
+    weight,  # [EXPERTS, OUT, IN], codes of float8 (uint8) if there are scales; [EXPERTS, OUT, IN / 2] if OF_4_BITS
     out,  # [T * TOP_K, OUT]
+    bias,  # [EXPERTS, OUT], or None
     order,  # [T * TOP_K]
     starts,  # [EXPERTS + 1]
     scales,  # [EXPERTS, OUT, IN / GROUP], or None
+    shifts,  # [EXPERTS, OUT, IN / GROUP], or None
     row_scales,  # [T, IN / GROUP] or [T * TOP_K, IN / GROUP], or None if x is not rounded to float8
     GROUP: tl.constexpr,
+    OF_4_BITS: tl.constexpr,
+    FLOATING: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -253,32 +286,45 @@ def _grouped_kernel(
     columns, inner = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK), tl.arange(0, IN_BLOCK)
     rows = x + sources.to(tl.int64)[:, None] * IN + inner[None, :]  # [PAIRS, IN]
     lines = expert.to(tl.int64) * OUT + columns
-    weight_rows = weight + lines[:, None] * IN + inner[None, :]  # [OUT, IN]
+    is_column = columns < OUT
     total = tl.zeros([PAIRS_BLOCK, OUT_BLOCK], tl.float32)
     scale_lines = scales + lines * (IN // GROUP) if scales is not None else None
+    shift_lines = shifts + lines * (IN // GROUP) if shifts is not None else None
     row_lines = row_scales + sources.to(tl.int64) * (IN // GROUP) if row_scales is not None else None
-    for base in range(0, IN, IN_BLOCK):
-        is_in = (base + inner < IN)[None, :]
-        a = tl.load(rows + base, mask=is_pair[:, None] & is_in, other=0.0)
-        b = tl.load(weight_rows + base, mask=(columns < OUT)[:, None] & is_in, other=0)
-        if row_scales is not None:
-            b = b.to(tl.float8e4nv, bitcast=True)
-        elif scales is not None:
-            b = from_float8(b, a)
-        if GROUP == IN:
-            total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
-        else:
-            part = tl.dot(a, tl.trans(b), input_precision=PRECISION)
-            part *= tl.load(scale_lines + base // GROUP, mask=columns < OUT, other=0.0)[None, :]
+    if OF_4_BITS:
+        pairs_of_codes = tl.arange(0, IN_BLOCK // 2)
+        bytes_of = weight + lines[:, None] * (IN // 2) + pairs_of_codes[None, :]
+        for base in range(0, IN, IN_BLOCK):
+            a = tl.load(rows + base, mask=is_pair[:, None] & (base + inner < IN)[None, :], other=0.0)
+            is_byte = is_column[:, None] & (base // 2 + pairs_of_codes < IN // 2)[None, :]
+            b = tl.load(bytes_of + base // 2, mask=is_byte, other=0)
+            total = add_step(total, a, b, scale_lines, shift_lines, is_column, base, IN, GROUP, FLOATING, PRECISION)
+    else:
+        weight_rows = weight + lines[:, None] * IN + inner[None, :]  # [OUT, IN]
+        for base in range(0, IN, IN_BLOCK):
+            is_in = (base + inner < IN)[None, :]
+            a = tl.load(rows + base, mask=is_pair[:, None] & is_in, other=0.0)
+            b = tl.load(weight_rows + base, mask=is_column[:, None] & is_in, other=0)
             if row_scales is not None:
-                part *= tl.load(row_lines + base // GROUP, mask=is_pair, other=0.0)[:, None]
-            total += part
-    if scales is not None and GROUP == IN:
-        total *= tl.load(scale_lines, mask=columns < OUT, other=0.0)[None, :]
-        if row_scales is not None:
-            total *= tl.load(row_lines, mask=is_pair, other=0.0)[:, None]
+                b = b.to(tl.float8e4nv, bitcast=True)
+            elif scales is not None:
+                b = from_float8(b, a)
+            if GROUP == IN:
+                total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+            else:
+                part = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+                part *= tl.load(scale_lines + base // GROUP, mask=is_column, other=0.0)[None, :]
+                if row_scales is not None:
+                    part *= tl.load(row_lines + base // GROUP, mask=is_pair, other=0.0)[:, None]
+                total += part
+        if scales is not None and GROUP == IN:
+            total *= tl.load(scale_lines, mask=is_column, other=0.0)[None, :]
+            if row_scales is not None:
+                total *= tl.load(row_lines, mask=is_pair, other=0.0)[:, None]
+    if bias is not None:
+        total += tl.load(bias + lines, mask=is_column, other=0.0).to(tl.float32)[None, :]
     position = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
-    tl.store(out + position, total.to(out.dtype.element_ty), mask=is_pair[:, None] & (columns < OUT)[None, :])
+    tl.store(out + position, total.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 
 
 @triton.jit

@@ -62,7 +62,7 @@ FORMATS: Mapping[str, FormatEntry] = {
 }
 
 # Formats whose 4-bit or float8 weights may stay quantised on a GPU. Weights in other formats are dequantised.
-GROUPED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt", "quark", "torchao")
+GROUPED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt", "mxfp4", "quark", "torchao")
 
 # Values of `--quantization` that Penstock refuses, and why.
 UNREADABLE: Mapping[str, str] = {

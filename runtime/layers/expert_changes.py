@@ -75,6 +75,7 @@ def mix_changed(
     for expert in torch.unique(experts[experts >= 0]).tolist():
         tokens, place = torch.nonzero(experts == expert, as_tuple=True)
         one = kernels.one_expert(mixture, expert, x.shape[1], inner_size)
+        one = one._replace(gate_up=one.gate_up.to(x.dtype), down=one.down.to(x.dtype))
         changed = change.of_expert(numbers[expert]).added_to(one)
         of_expert = weights[tokens, place].unsqueeze(1)
         first = torch.zeros_like(of_expert, dtype=torch.int32)

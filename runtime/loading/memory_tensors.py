@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import InvalidRequest
-from runtime.loading.tensors import DTYPES, Cuts, Take, for_each, give_parts
+from runtime.loading.tensors import DTYPES, Cut, Cuts, Take, for_each, give_parts
 
 FLATTENED = "flattened_tensor"  # name of the one tensor of a flattened bucket
 PICKLE = (
@@ -29,8 +29,9 @@ class MemoryTensors:
         self.shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
+    def read(self, name: str, cut: Cut = ()) -> Tensor:
+        """Return a tensor, or the part of it that `cut` selects."""
+        return self._tensors[name][cut]
 
     def release(self) -> None:
         """Do nothing, because the tensors belong to the caller."""

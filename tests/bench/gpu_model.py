@@ -44,15 +44,14 @@ class Model(NamedTuple):
     top_k: int = 0
     shared: int = 0  # inner size of the shared expert
     latent: int = 0  # size of latent vectors (MLA), 512 + 64
-    weight_bits: float = 16  # bits per weight of experts
+    expert_bits: float = 16  # most bits per weight of experts; fewer than 16 if checkpoints store them in fewer
 
 
 MODELS = {
     "Llama-3.1-8B": Model(32, 4096, 14_336, 32, 8, 128, 128_256),
     "Qwen3-8B": Model(36, 4096, 12_288, 32, 8, 128, 151_936),
     "Qwen3-30B-A3B": Model(48, 2048, 768, 32, 4, 128, 151_936, experts=128, top_k=8),
-    # Its experts are stored in 4 bits, but dequantised on a GPU so far.
-    "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201_088, experts=32, top_k=4),
+    "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201_088, experts=32, top_k=4, expert_bits=4.25),
     "DeepSeek-V2-Lite": Model(27, 2048, 1408, 16, 1, 192, 102_400, experts=64, top_k=6, shared=2816, latent=576),
 }
 # Sums of measured kernels from NVIDIA's published tables (aiconfigurator-core 0.12.0, for SGLang, vLLM and
@@ -101,7 +100,7 @@ def layer(model: Model, rows: int, context: int, bits: float = 16, cache_bits: f
         ("experts' gate and up", 2 * model.inner, model.size),
         ("experts' down", model.size, model.inner),
     ):
-        moved = used * out_size * in_size * bits / 8 + 2 * pairs * (in_size + out_size)
+        moved = used * out_size * in_size * min(bits, model.expert_bits) / 8 + 2 * pairs * (in_size + out_size)
         yield Kernel(name, moved, 2 * pairs * out_size * in_size)
         if out_size == 2 * model.inner:
             yield small("gate", pairs, 2 * model.inner)

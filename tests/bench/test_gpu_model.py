@@ -21,6 +21,13 @@ def test_a_few_rows_use_few_experts_and_many_rows_use_all() -> None:
     assert read[1] > 128 * expert
 
 
+def test_the_experts_of_gpt_oss_are_read_in_4_bits() -> None:
+    model = MODELS["gpt-oss-20b"]
+    read = next(kernel.bytes for kernel in step(model, 4096, 1) if kernel.name == "experts' down")
+    rows = 2 * 4096 * 4 * (model.size + model.inner)
+    assert read - rows == pytest.approx(32 * model.size * model.inner * 4.25 / 8)
+
+
 @pytest.mark.parametrize(("name", "rows", "context"), TABLES)
 def test_predictions_are_near_the_sums_of_measured_kernels(name: str, rows: int, context: int) -> None:
     least, most = TABLES[name, rows, context]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny_checkpoints
+from ops.matmul.grouped import E2M1
 
 Tensors = dict[str, Tensor]
 MATRIX = re.compile(r".*\.(\w+_proj)\.weight")
@@ -30,6 +31,25 @@ def write(directory: Path, form: str, family: str = "llama", **options: Any) -> 
     """
     source = tiny_checkpoints.cached(family, **(MOE_SHAPE if "moe" in family else SHAPE))
     return convert(Path(source), directory, form, **options)
+
+
+def write_mxfp4(source: Path, target: Path) -> None:
+    """Write MXFP4 like published gpt-oss checkpoints; transformers needs a GPU for it."""
+    stored = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        groups = tensor.transpose(1, 2).unflatten(2, (-1, 32))  # [X, O, G, 32]
+        exponents = groups.abs().amax(-1).log2().floor() - 2
+        numbers = groups / 2.0 ** exponents.unsqueeze(-1)
+        codes = (numbers.unsqueeze(-1) - torch.tensor(E2M1)).abs().argmin(-1).to(torch.uint8)
+        stored[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        stored[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
+    config = json.loads((source / "config.json").read_text())
+    ours = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": ours}))
+    save_file(stored, target / "model.safetensors", {"format": "pt"})
 
 
 def convert(source: Path, directory: Path, form: str, **options: Any) -> tuple[str, str]:

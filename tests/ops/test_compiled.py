@@ -17,7 +17,7 @@ from compiled_kernels import SHARED_BYTES, buffers, compiling_for, inspect, mach
 from kernel_cases.sampling import rows
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.low_rank import LowRank
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
 from ops.moe import GroupedMixture, Mixture
 
 # 8B-like shapes, in the dtypes that a served model has.
@@ -213,6 +213,22 @@ def _mix_float8(num_tokens: int, group: int | None) -> None:
     _backend("moe").mix(x, packed, torch.empty(num_tokens, 8), chosen, "silu")
 
 
+def _mix_four_bits(num_tokens: int, form: GroupForm, dtype: torch.dtype = BF16, size: int = 2880) -> None:
+    """Experts of the shape of gpt-oss, with biases, but only four of them."""
+    x, chosen = torch.empty(num_tokens, size, dtype=dtype), torch.zeros(num_tokens, 4, dtype=torch.int32)
+
+    def weight(out_size: int) -> GroupedWeight:
+        codes, scales = torch.zeros(4, out_size, size, dtype=torch.uint8), torch.ones(4, out_size, size // form.group)
+        return GroupedWeight(codes, scales, scales if form.shifted else None, form.table, powers=form.powers)
+
+    mixture = GroupedMixture(weight(2 * size), weight(size), x.new_empty(4, 2 * size), x.new_empty(4, size))
+    packed = _backend("moe").prepare_grouped_experts(mixture, dtype)
+    _backend("moe").mix(x, packed, torch.empty(num_tokens, 4), chosen, "clamped_swiglu")
+
+
+MXFP4, NVFP4 = GroupForm(32, table=E2M1, shifted=False, powers=True), GroupForm(16, table=E2M1, shifted=False)
+
+
 def _add_low_rank(
     num_tokens: int, rank: int, sizes: tuple[int, ...] = (WIDTH, 1024, 1024), *, dtype: torch.dtype = BF16
 ) -> None:
@@ -304,6 +320,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "product of few rows in float8 e4m3": lambda: _float8(4, WIDTH),
     "product of many rows and blocks in float8 e4m3": lambda: _float8(512, 128),
     "experts of few tokens in float8 e4m3": lambda: _mix_float8(4, 128),
+    "experts of few tokens in mxfp4": lambda: _mix_four_bits(4, MXFP4, size=960),
     "experts of few tokens": lambda: _mix(4),
     "experts of many tokens": lambda: _mix(4096),
     "low-rank additions": lambda: _add_low_rank(16, 16),
@@ -352,6 +369,10 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "product of few rows and blocks in float8 e4m3": lambda: _float8(20, 128),
     "product of some rows in float8 e4m3": lambda: _float8(48, WIDTH),
     "experts of many tokens in float8 e4m3": lambda: _mix_float8(4096, None),
+    "experts of many tokens in mxfp4": lambda: _mix_four_bits(4096, MXFP4, size=960),
+    "experts of some tokens in nvfp4": lambda: _mix_four_bits(64, NVFP4, size=960),
+    "experts of few tokens in 4-bit integers with zeros": lambda: _mix_four_bits(4, GroupForm(128), size=1024),
+    "experts in 4 bits and fp32": lambda: _mix_four_bits(4, GroupForm(32), torch.float32, size=960),
     "experts of some tokens in fp16": lambda: _mix(1024, torch.float16, "sigmoid"),
     "experts in fp32": lambda: _mix(64, torch.float32),
     "low-rank additions of rank 64": lambda: _add_low_rank(16, 64, (WIDTH,)),
@@ -556,6 +577,26 @@ def test_few_rows_and_4_bits_take_few_instructions_while_the_next_codes_arrive(t
     assert any("LDGSTS" in line and "128" in line for line in code)
     assert not any("I2F" in line for line in code)  # a conversion has a sixteenth of the speed of other instructions
     assert len(code) <= 64 * 16  # a thread converts 64 weights per iteration
+
+
+def test_experts_of_4_bits_read_128_bits_at_a_time_and_multiply_while_the_next_codes_arrive(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _mix_four_bits(4, MXFP4, size=960)
+        _mix_four_bits(4096, MXFP4, size=960)
+    few, few_down, many, many_down = (each for each in kernels if each.metadata.name == "_grouped_kernel")
+    for product in (few, few_down, many, many_down):
+        code, found = machine_code(product, tmp_path), inspect(product, tmp_path)
+        assert found.spilled_bytes == 0
+        assert any("LDGSTS" in line and "128" in line for line in code)
+        assert not any("I2F" in line for line in code)
+        threads = 32 * product.metadata.num_warps
+        blocks = 3 if product in (few, few_down) else 2  # per multiprocessor
+        assert blocks * threads * found.registers <= 2**16
+        assert blocks * found.shared_bytes <= SHARED_BYTES[90]
+    assert min(buffers(product, "32x128xi8") for product in (few, few_down)) >= 2
+    for product in (many, many_down):
+        assert buffers(product, "128x32xi8") >= 2
+        assert any(line.lstrip().startswith("HGMMA") for line in machine_code(product, tmp_path))
 
 
 def test_float8_fits_into_the_small_shared_memory_of_ada(tmp_path: Path) -> None:

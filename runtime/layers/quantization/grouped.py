@@ -8,23 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.matmul.grouped import GroupedWeight, GroupForm, common_form
+from ops.matmul.grouped import GroupedWeight, GroupForm, common_form, fits_triton
 from ops.moe import Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import LinearLayout, QuantizationMethod, Unquantized
 from runtime.layers.sharding import ShardRange, whole_range
 from runtime.layers.weight import Shard, frozen, parameter
 
-SCALE_BITS = 16  # bits of a packed scale or shift
-
 
 class KeptGroups(Unquantized):
     """Keeps a layer's weights quantised if all its sub-layers have the same quantisation form in `forms`.
 
     Layers whose sub-layers differ in form, and layers whose quantisation groups would be split across ranks, are
-    dequantised, and the method `rest` handles them. Products are computed in `dtype`. Besides linear layers, the C++
-    kernels (`in_cpp`) keep experts, embeddings and LM heads quantised, and the Triton kernels keep float8 experts. With
-    `rounded_rows` activations are rounded to 8 bits. `kept` maps the names of kept weights to their forms.
+    dequantised, and the method `rest` handles them. Products are computed in `dtype`. The kernels also keep experts
+    quantised; the C++ kernels (`in_cpp`) also keep embeddings and LM heads. With `rounded_rows` activations are rounded
+    to 8 bits. `kept` maps the names of kept weights to their forms.
     """
 
     def __init__(
@@ -55,9 +53,10 @@ class KeptGroups(Unquantized):
         self.kept |= {f"{each.name}.weight": form for each in layout.sub_layers}
         groups = (layout.out_size, _groups(layout.columns, form).size)
         layer.codes = parameter(layout.out_size, layout.in_size, dtype=torch.uint8, bits=form.bits)
-        layer.scales = parameter(*groups, dtype=torch.float32, bits=SCALE_BITS)
+        bits = 16 if self._in_cpp else 32  # of a packed scale or shift
+        layer.scales = parameter(*groups, dtype=torch.float32, bits=8 if form.powers and not self._in_cpp else bits)
         if form.shifted:
-            layer.shifts = parameter(*groups, dtype=torch.float32, bits=SCALE_BITS)
+            layer.shifts = parameter(*groups, dtype=torch.float32, bits=bits)
         return None
 
     def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
@@ -96,8 +95,7 @@ class KeptGroups(Unquantized):
         return self._in_cpp and self._form(layout) is not None
 
     def keeps_experts(self, layout: LinearLayout) -> bool:
-        form = self._form(layout)
-        return form is not None and (self._in_cpp or form.floating)
+        return self._form(layout) is not None
 
     def take(self, layer: nn.Module) -> GroupedWeight:
         untyped: Any = layer
@@ -108,7 +106,8 @@ class KeptGroups(Unquantized):
         shifts = untyped.shifts.detach() if shifted else None
         codes, scales = untyped.codes.detach(), untyped.scales.detach()
         untyped.codes = untyped.scales = untyped.shifts = None
-        return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, form.bits, form.floating)
+        kinds = {"bits": form.bits, "floating": form.floating, "powers": form.powers}
+        return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, **kinds)
 
     def _form(self, layout: LinearLayout) -> GroupForm | None:
         """Return the common form of the sub-layers, or None if there is none or the layer must be dequantised."""
@@ -122,7 +121,7 @@ class KeptGroups(Unquantized):
         one_group = form.floating and form.group == columns.full
         if not one_group and (columns.start % form.group or columns.size % form.group):
             return None
-        return form if self._in_cpp or form.bits == 4 or form.floating else None
+        return form if self._in_cpp or fits_triton(form) or form.floating else None
 
 
 def _groups(columns: ShardRange, form: GroupForm) -> ShardRange:

@@ -21,12 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.config.gguf_header import GgufHeader, GgufTensor, read_header
 from runtime.errors import CheckpointError
+from runtime.loading.formats.bits import power_of_two
 from runtime.loading.formats.stored import Derived, Read, Stored
-from runtime.loading.tensors import Cuts, FileBytes, Take, give_parts
+from runtime.loading.tensors import Cut, Cuts, FileBytes, Take, give_parts
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -44,6 +45,7 @@ FORMS = {  # kinds that can stay quantised in memory; codes of Q2_K and Q3_K are
     "Q6_K": GroupForm(16, 6, shifted=False),
     "IQ4_NL": GroupForm(32, table=_IQ4_TABLE, shifted=False),
     "IQ4_XS": GroupForm(32, table=_IQ4_TABLE, shifted=False),
+    "MXFP4": GroupForm(32, table=E2M1, shifted=False, powers=True),
 }
 
 _WHOLE_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -103,13 +105,16 @@ class GgufFiles:
             name: PLAIN.get(each.kind.name, torch.uint8) for name, each in tensors.items()
         }
 
-    def read(self, name: str) -> Tensor:
-        """Return one memory-mapped tensor. The file is read when the tensor's values are used."""
+    def read(self, name: str, cut: Cut = ()) -> Tensor:
+        """Return one memory-mapped tensor, or the part of it that `cut` selects.
+
+        The file is read when the tensor's values are used.
+        """
         tensor = self.header.tensors[name]
         content = self._files.setdefault(tensor.file, FileBytes(tensor.file)).read(tensor.begin, tensor.end)
         if tensor.begin % 4:
             content = content.clone()
-        return content.view(self.dtypes[name]).view(_stored_shape(tensor))
+        return content.view(self.dtypes[name]).view(_stored_shape(tensor))[cut]
 
     def release(self) -> None:
         """Release the pages that were read."""
@@ -244,7 +249,7 @@ def in_groups(rows: Tensor, kind: str) -> GroupedWeight:
     form = FORMS[kind]
     codes, scales, shifts = _GROUPS[kind](rows)
     shifts = None if shifts is None else shifts.flatten(1)
-    return GroupedWeight(codes.flatten(1), scales.flatten(1), shifts, form.table, bits=form.bits)
+    return GroupedWeight(codes.flatten(1), scales.flatten(1), shifts, form.table, bits=form.bits, powers=form.powers)
 
 
 _Groups = tuple[Tensor, Tensor, Tensor | None]  # [O, blocks, ...] each
@@ -270,6 +275,11 @@ def _five_bits_shifted(rows: Tensor) -> _Groups:
     blocks = rows.unflatten(1, (-1, 24))
     scales, codes = _halves(blocks[..., :2]), _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
     return codes, scales, 16 * scales + _halves(blocks[..., 2:4])
+
+
+def _floats_of_4_bits(rows: Tensor) -> _Groups:
+    blocks = rows.unflatten(1, (-1, 17))
+    return _nibbles(blocks[..., 1:]), power_of_two(blocks[..., 0]), None
 
 
 def _eight_bits(rows: Tensor) -> _Groups:
@@ -335,6 +345,7 @@ _GROUPS: Mapping[str, Callable[[Tensor], _Groups]] = {
     "Q6_K": _six_bits_k,
     "IQ4_NL": _four_bits,
     "IQ4_XS": _table_of_blocks,
+    "MXFP4": _floats_of_4_bits,
 }
 
 

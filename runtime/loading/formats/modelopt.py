@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.loading.formats import scaled
-from runtime.loading.formats.bits import E2M1, look_up, nibbles, power_of_two
+from runtime.loading.formats.bits import look_up, nibbles, power_of_two
 from runtime.loading.formats.stored import Derived, Read, Stored, require
 
 INPUT_SCALE, LOW_RANK = ".pre_quant_scale", ".svdquant_lora_a"
@@ -69,17 +69,25 @@ def _add_floats(derived: Derived, stored: Stored, name: str, stem: str, groups: 
     shape = list(packed)
     shape[along] *= 2
 
+    def read_scales(read: Read) -> Tensor:
+        if by_exponent:
+            return power_of_two(read(scale))
+        scales, second = read(scale).float(), read(whole).float()
+        return scales * second.view(*second.shape, *(1,) * (scales.dim() - second.dim()))
+
     def make(read: Read) -> Tensor:
-        scales = power_of_two(read(scale)) if by_exponent else read(scale).float()
-        if not by_exponent:
-            second = read(whole).float()
-            scales = scales * second.view(*second.shape, *(1,) * (scales.dim() - second.dim()))
+        scales = read_scales(read)
         numbers = look_up(nibbles(read(name).transpose(along, -1)), E2M1)
         return (numbers * scales.transpose(along, -1).repeat_interleave(2 * size, dim=-1).contiguous()).transpose(
             along, -1
         )
 
-    derived.add(name, shape, [name, scale, *([] if by_exponent else [whole])], make)
+    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
+        return GroupedWeight(nibbles(read(name)[rows]), read_scales(read)[rows], table=E2M1, powers=by_exponent)
+
+    used, kept = [name, scale, *([] if by_exponent else [whole])], len(shape) == 2
+    form = GroupForm(2 * size, table=E2M1, shifted=False, powers=by_exponent)
+    derived.add(name, shape, used, make, make_grouped if kept else None, form if kept else None)
 
 
 def _shares(packed: tuple[int, ...], grid: tuple[int, ...], axis: int, size: int) -> bool:

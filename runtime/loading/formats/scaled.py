@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm, code_bits
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, code_bits
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError, MissingTensor
-from runtime.loading.formats.bits import E2M1, E2M3, look_up, nibbles, power_of_two, spread, unpack
+from runtime.loading.formats.bits import E2M3, look_up, nibbles, power_of_two, spread, unpack
 from runtime.loading.formats.stored import Derived, Read, Stored, first_of, require
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -297,10 +297,12 @@ def add_floats(derived: Derived, stored: Stored, name: str, packed: str, schemes
         raise CheckpointError(f"{packed} and {scale} do not match.")
     require(stored, *([f"{name}_global_scale"] if small else ()))
 
-    def make(read: Read) -> Tensor:
+    def read_scales(read: Read) -> Tensor:
         scales = _scales(read(scale))
-        if whole is not None:
-            scales = scales / read(whole).float()
+        return scales if whole is None else scales / read(whole).float()
+
+    def make(read: Read) -> Tensor:
+        scales = read_scales(read)
         if of_6_bits:
             codes = unpack(read(packed).contiguous().flatten(0, -2).view(torch.int32), 6, shape[-1])
             numbers = look_up(codes, E2M3).view(shape)
@@ -308,7 +310,14 @@ def add_floats(derived: Derived, stored: Stored, name: str, packed: str, schemes
             numbers = look_up(nibbles(read(packed)), E2M1)
         return numbers * _spread(scales, shape, schemes, scale)
 
-    derived.add(name, shape, [packed, scale, *([whole] if whole else [])], make)
+    def make_grouped(read: Read, rows: slice) -> GroupedWeight:
+        return GroupedWeight(nibbles(read(packed)[rows]), read_scales(read)[rows], table=E2M1, powers=form.powers)
+
+    powers = whole is None and stored.dtypes[scale] in (torch.uint8, torch.float8_e8m0fnu)
+    form = GroupForm(16 if small else 32, table=E2M1, shifted=False, powers=powers)
+    used = [packed, scale, *([whole] if whole else [])]
+    kept = len(shape) == 2 and not of_6_bits
+    derived.add(name, shape, used, make, make_grouped if kept else None, form if kept else None)
 
 
 def _scales(stored: Tensor) -> Tensor:

@@ -15,9 +15,13 @@ from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.config.quantization import FORMATS
 from runtime.errors import CheckpointError, MissingTensor
-from runtime.loading.tensors import Cuts, Take, Tensors, for_each, give_parts
+from runtime.loading.tensors import Cut, Cuts, Take, Tensors, for_each, give_parts
 
-Read = Callable[[str], Tensor]  # returns a stored tensor by name
+
+class Read(Protocol):
+    """Returns a stored tensor, or the part of it that `cut` selects."""
+
+    def __call__(self, name: str, cut: Cut = (), /) -> Tensor: ...
 
 
 class Stored(Tensors, Protocol):
@@ -25,7 +29,7 @@ class Stored(Tensors, Protocol):
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str, cut: Cut = (), /) -> Tensor: ...
 
     def release(self) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
@@ -11,7 +12,7 @@ import torch
 
 from bench.contact.timing import Call, Place, Row, measure
 from bench.gpu.limits import Work
-from ops.matmul.grouped import GroupForm, round_to_float8
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, round_to_float8
 from ops.moe import GroupedMixture, Mixture
 from ops.recurrence import Segments, Span
 
@@ -30,7 +31,7 @@ class Experts(NamedTuple):
 
 MIXTURE = Experts("Qwen3-30B-A3B", 128, 8, 2048, 768)
 SMALL_MIXTURE = Experts("tiny", 4, 2, 128, 128)
-EXPERT_BITS = {"bfloat16": 16.0, "float8": 8.0, "float8 in blocks": 8.25}  # per weight, with its scales
+EXPERT_BITS = {"bfloat16": 16.0, "float8": 8.0, "float8 in blocks": 8.25, "mxfp4": 4.25}  # per weight, with its scales
 
 
 def experts(place: Place) -> Iterator[Row]:
@@ -74,6 +75,12 @@ def _route(place: Place, shape: Experts, count: int) -> Call:
 def _mix(place: Place, shape: Experts, name: str, count: int) -> Call:
     moe = import_module(f"ops.moe.{place.kernels}")
     weights, chosen = moe.route(place.draw(count, shape.num_experts), shape.top_k, renormalise=True)
+    if name == "mxfp4":
+        grouped = GroupedMixture(
+            _mxfp4(place, shape, 2 * shape.inner_size, shape.size), _mxfp4(place, shape, shape.size, shape.inner_size)
+        )
+        mixture, x = moe.prepare_grouped_experts(grouped, torch.bfloat16), place.draw(count, shape.size)
+        return lambda: moe.mix(x, mixture, weights, chosen, "silu")
     gate_up = place.draw(shape.num_experts, 2 * shape.inner_size, shape.size, scale=shape.size**-0.5)
     down = place.draw(shape.num_experts, shape.size, shape.inner_size, scale=shape.inner_size**-0.5)
     if name == "bfloat16":
@@ -85,6 +92,14 @@ def _mix(place: Place, shape: Experts, name: str, count: int) -> Call:
         mixture = moe.prepare_grouped_experts(GroupedMixture(*rounded), torch.bfloat16)
     x = place.draw(count, shape.size)
     return lambda: moe.mix(x, mixture, weights, chosen, "silu")
+
+
+def _mxfp4(place: Place, shape: Experts, out_size: int, in_size: int) -> GroupedWeight:
+    """Return experts' weights with random codes, and with scales that make the products about as large as x."""
+    codes = place.draw(shape.num_experts, out_size, in_size).mul_(5).to(torch.int32).bitwise_and_(15).to(torch.uint8)
+    scale = 2.0 ** round(-1.5 - math.log2(in_size) / 2)
+    scales = torch.full((shape.num_experts, out_size, in_size // 32), scale, device=codes.device)
+    return GroupedWeight(codes, scales, table=E2M1, powers=True)
 
 
 class Recurrent(NamedTuple):

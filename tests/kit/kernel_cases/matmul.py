@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import E2M1, WHOLE, GroupedWeight
 
 
 class Case(NamedTuple):
@@ -18,6 +18,8 @@ class Case(NamedTuple):
     group: int = 32
     shifted: bool = False
     bias: bool = False
+    table: tuple[float, ...] = WHOLE
+    powers: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -26,6 +28,9 @@ CASES = {
     "with zeros and a bias": Case(shifted=True, bias=True),
     "groups of 16": Case(out_size=33, group=16, shifted=True),
     "groups of more than a step": Case(3, 40, 256, 256, shifted=True),
+    "groups of more than a step that it does not divide": Case(3, 40, 768, 384),
+    "floats with exponents": Case(3, table=E2M1, powers=True),
+    "floats in groups of 16": Case(group=16, table=E2M1, bias=True),
     "more rows and outputs than a tile": Case(70, 150, 128, 64, bias=True),
 }
 
@@ -38,10 +43,13 @@ def inputs(case: Case) -> tuple[Tensor, GroupedWeight, Tensor | None]:
         return torch.randn(shape, generator=generator)
 
     groups = (case.out_size, case.in_size // case.group)
+    scales = (0.02 * (0.5 + draw(*groups).abs())).bfloat16().float()
     weight = GroupedWeight(
         torch.randint(0, 16, (case.out_size, case.in_size), generator=generator, dtype=torch.uint8),
-        (0.02 * (0.5 + draw(*groups).abs())).bfloat16().float(),
+        scales.log2().floor().exp2() if case.powers else scales,
         (0.05 * draw(*groups)).bfloat16().float() if case.shifted else None,
+        case.table,
+        powers=case.powers,
     )
     x = (draw(case.num_rows, case.in_size) * case.in_size**-0.5).to(case.dtype)
     return x, weight, draw(case.out_size).to(case.dtype) if case.bias else None

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.moe import Mixture
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
+from ops.moe import GroupedMixture, Mixture, native
 
 
 class Case(NamedTuple):
@@ -73,6 +74,37 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     here = torch.where(experts < case.elsewhere, -1, experts)
     mixed = backend.mix(x, mixture, weights, here, case.activation, weigh_inputs=case.weigh_inputs)
     return [weights, experts.float(), mixed]
+
+
+# Formats of 4-bit experts: gpt-oss, NVFP4, GPTQ and AWQ.
+FOUR_BITS = {
+    "mxfp4": GroupForm(32, table=E2M1, shifted=False, powers=True),
+    "nvfp4": GroupForm(16, table=E2M1, shifted=False),
+    "integers": GroupForm(128, shifted=False),
+    "integers with zeros": GroupForm(64),
+}
+
+
+def outputs_of_4_bits(backend: ModuleType, form: GroupForm, num_tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return the output of a mixture with weights of this form and biases. Inner sizes are no multiples of 256."""
+    generator, num_experts, size, inner_size = torch.Generator().manual_seed(9), 2, 384, 128
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def weight(out_size: int, in_size: int) -> GroupedWeight:
+        codes = torch.randint(0, 16, (num_experts, out_size, in_size), generator=generator, dtype=torch.uint8)
+        grid = (num_experts, out_size, in_size // form.group)
+        exponents = torch.randint(-9, -6, grid, generator=generator).float()
+        scales = exponents.exp2() if form.powers else 0.01 * (0.5 + draw(*grid).abs())
+        shifts = 0.02 * draw(*grid) if form.shifted else None
+        return GroupedWeight(codes, scales, shifts, form.table, powers=form.powers)
+
+    gate_up, down = weight(2 * inner_size, size), weight(size, inner_size)
+    biases = draw(num_experts, 2 * inner_size).to(dtype), draw(num_experts, size).to(dtype)
+    mixture = backend.prepare_grouped_experts(GroupedMixture(gate_up, down, *biases), dtype)
+    weights, experts = native.route(draw(num_tokens, num_experts), 2, renormalise=True)
+    return [backend.mix(draw(num_tokens, size).to(dtype), mixture, weights, experts, "silu")]
 
 
 def expected(case: Case) -> list[Tensor]:

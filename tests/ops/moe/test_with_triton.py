@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_cases.moe import CASES, outputs
+from kernel_cases.moe import CASES, FOUR_BITS, outputs, outputs_of_4_bits
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
 from ops.moe import native
@@ -24,6 +24,33 @@ def test_the_kernels_equal_native(name: str) -> None:
     assert torch.equal(found[1], wanted[1])
     agree(found, wanted)
     assert [x.dtype for x in found] == [x.dtype for x in wanted]
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_experts_of_4_bits_equal_the_dequantised_ones(name: str) -> None:
+    from ops.moe import with_triton
+
+    many = [(40, torch.float16)] if name == "integers with zeros" else []
+    for num_tokens, dtype in ((2, torch.float32), (3, torch.float16), *many):
+        found, wanted = (
+            outputs_of_4_bits(backend, FOUR_BITS[name], num_tokens, dtype) for backend in (with_triton, native)
+        )
+        agree(found, wanted, slack=4)
+
+
+def test_experts_of_4_bits_stay_packed_and_are_readable_one_by_one() -> None:
+    from ops.matmul.grouped import E2M1, GroupedWeight
+    from ops.moe import GroupedMixture, with_triton
+
+    codes, scales = torch.randint(0, 16, (2, 64, 32), dtype=torch.uint8), torch.full((2, 64, 1), 0.25)
+    weight = GroupedWeight(codes, scales, table=E2M1, powers=True)
+    mixture = GroupedMixture(weight, weight.rows(slice(None))._replace(codes=codes.flip(0)))
+    packed = with_triton.prepare_grouped_experts(mixture, torch.float16)
+    assert packed.gate_up.shape == codes.shape
+    assert packed.gate_up.nbytes == 2 * 64 * 32 // 2 + 256  # one exponent for each line, with the parts' alignment
+    one = with_triton.one_expert(packed, 1, 32, 32)
+    assert torch.equal(one.gate_up[0], weight.expert(1).dequantised())
+    assert torch.equal(one.down[0], weight.expert(0).dequantised())
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 1, 1), (70, 2, 5), (5, 3, 40), (50, 4, 40)])
@@ -85,6 +112,21 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
 def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
     broken = mutant("moe", old, new, tmp_path)
     assert differ(outputs(broken, CASES[name]), outputs(native, CASES[name]))
+
+
+@pytest.mark.parametrize(
+    ("form", "old", "new"),
+    [
+        ("mxfp4", "lines[:, None] * (IN // 2)", "columns[:, None] * (IN // 2)"),
+        ("integers with zeros", "shifts + lines", "shifts + columns"),
+        ("nvfp4", "tl.load(bias + lines", "tl.load(bias + columns"),
+        ("nvfp4", "(base // 2 + pairs_of_codes < IN // 2)", "(base // 2 + pairs_of_codes < 128)"),
+    ],
+)
+def test_a_broken_kernel_of_4_bits_is_noticed(form: str, old: str, new: str, tmp_path: Path) -> None:
+    broken = mutant("moe", old, new, tmp_path)
+    found, wanted = (outputs_of_4_bits(each, FOUR_BITS[form], 3, torch.float16) for each in (broken, native))
+    assert differ(found, wanted, slack=4)
 
 
 @pytest.mark.parametrize(

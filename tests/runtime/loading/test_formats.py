@@ -293,8 +293,12 @@ def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / "model.safetensors")
     files = TensorFiles(WeightFiles("safetensors", (tmp_path / "model.safetensors",)))
     tensors = QuantizedTensors(files, Fields({"quant_method": "mxfp4"}, ""))
-    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(read_whole(tensors)[name], wanted)
+    wanted, found = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32), read_whole(tensors)
+    for expert in range(3):
+        for half, projection in enumerate(("gate_proj", "up_proj")):
+            made = found[f"model.layers.0.mlp.experts.{expert}.{projection}.weight"]
+            assert torch.equal(made, wanted[expert].T[half::2])
+    assert len(found) == 6
 
 
 def test_what_transformers_saves_with_torchao_is_read(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def random_rows(kind: str, rows: int = 6, blocks: int = 3, size: float = 0.1) ->
     for place in places.get(kind, (0, 2) if kind.endswith("_1") else (0,)):
         scale = draw.normal(0, size, (rows, blocks)).astype(np.float16)
         found[..., place : place + 2] = scale.view(np.uint8).reshape(rows, blocks, 2)
+    if kind == "MXFP4":
+        found[..., 0] = draw.integers(110, 130, (rows, blocks))  # exponents
     return found.reshape(rows, -1)
 
 
@@ -153,7 +155,7 @@ def test_the_kinds_of_numbers_are_llama_cpps() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"],
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"],
 )
 def test_numbers_are_those_that_llama_cpps_package_reads(kind: str) -> None:
     rows = random_rows(kind)

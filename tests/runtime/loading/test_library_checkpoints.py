@@ -13,7 +13,6 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import load_file, save_file
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     FqnToConfig,
@@ -34,7 +33,6 @@ import paged_forward
 import quantized_checkpoints
 import ranks_in_threads
 import tiny_checkpoints
-from runtime.loading.formats.bits import E2M1
 
 IDS = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(1)).tolist()
 INT4: Any = torch.int4  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,22 +88,7 @@ def compressed(*groups: dict[str, Any], **more: Any) -> Write:
 
 
 def mxfp4(source: str, target: Path) -> Any:
-    """Write MXFP4 like published gpt-oss checkpoints; transformers needs a GPU for it."""
-    stored = {}
-    for name, tensor in load_file(Path(source) / "model.safetensors").items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            stored[name] = tensor
-            continue
-        groups = tensor.transpose(1, 2).unflatten(2, (-1, 32))  # [X, O, G, 32]
-        exponents = groups.abs().amax(-1).log2().floor() - 2
-        numbers = groups / 2.0 ** exponents.unsqueeze(-1)
-        codes = (numbers.unsqueeze(-1) - torch.tensor(E2M1)).abs().argmin(-1).to(torch.uint8)
-        stored[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
-        stored[f"{name}_scales"] = (exponents + 127).to(torch.uint8)
-    config = json.loads((Path(source) / "config.json").read_text())
-    ours = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
-    (target / "config.json").write_text(json.dumps({**config, "quantization_config": ours}))
-    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    quantized_checkpoints.write_mxfp4(Path(source), target)
     from transformers.utils.quantization_config import Mxfp4Config
 
     return Mxfp4Config(dequantize=True)
