@@ -65,7 +65,7 @@ class StepStats(NamedTuple):
     """Counts of a step, for logs and metrics."""
 
     num_new: int = 0  # newly admitted sequences
-    num_cached_tokens: int = 0  # cached prompt tokens of these sequences
+    num_cached_tokens: int = 0  # cached prompt tokens of the newly admitted sequences
     num_prompt_tokens: int = 0
     num_decode_rows: int = 0
     num_scored: int = 0  # prompt tokens whose log-probabilities the step computes

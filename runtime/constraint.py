@@ -302,7 +302,7 @@ class SequenceConstraint:
         self._constraint = constraint
         self._choice = choice
         self._num_told = -1  # output length at the last call of the constraint; -1 before the first call
-        self.next = HostData()  # data for the token after this output
+        self.next = HostData()  # data for the token after the output of the last call
         # Data for tokens at later positions, by output length. Some tokens before these positions are not known yet.
         self._later: dict[int, HostData] = {}
         # The output length before the newest draft tokens, and the data after these draft tokens.
@@ -411,11 +411,12 @@ class AllowedTokens:
 
 
 class LogitsHook:
-    """A `Constraint` that calls a user's function with each row's logits, after applying the inner constraint's data.
+    """A `Constraint` that calls a user's function with each row's logits, in addition to the inner constraint.
 
-    The function gets the ids of prompt and output, and the logits (float32 [V], on the device). It changes the logits
-    in place, or returns new logits. It runs on the device thread between the forward pass and sampling, so the step
-    waits for it. If it raises an exception, its request ends with an error.
+    The function gets the ids of prompt and output, and the logits (float32 [V], on the device) after penalties and
+    biases, before the grammar's mask. It changes the logits in place, or returns new logits. It runs on the device
+    thread between the forward pass and sampling, so the step waits for it. If it raises an exception, its request ends
+    with an error.
     """
 
     def __init__(self, function: Callable[[list[int], Any], Any], inner: Constraint | None) -> None:

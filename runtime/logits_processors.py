@@ -62,7 +62,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 class ProcessedLogits:
-    """A `Constraint` that calls a logits processor before each token, after the inner constraint's own processors."""
+    """A `Constraint` that calls a logits processor before each token, in addition to the inner constraint."""
 
     def __init__(self, function: Processor, params: Mapping[str, Any], inner: Constraint | None) -> None:
         self._function, self._params, self._inner = function, params, inner

@@ -101,7 +101,7 @@ class Sequence:
         self.pages: list[int] = []
         self.page_keys: list[bytes] = []  # keys of its first full pages, extended on demand (`page_keys.py`)
         self.locked_node: Any = None  # node of the prefix tree where the shared pages end; locked by this sequence
-        self.sequence_index = -1  # while running: row in the scheduler's and in the device's tables; otherwise -1
+        self.sequence_index = -1  # row in the scheduler's and the device's tables while running; -1 at other times
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages
         self.urgency = urgency  # with priorities, sequences with a higher urgency run first

@@ -150,7 +150,7 @@ class EngineCore:
                         self._grammars.start()
                     if self._compilation is not None:
                         actors.start_soon(self._change_kernels, self._compilation)
-                        self._compilation = None  # so that its worker is freed when the compilation has ended
+                        self._compilation = None  # the worker can be freed when the compilation has ended
                     started()
         except BaseExceptionGroup as group:
             self._state = "failed"

@@ -204,13 +204,13 @@ class InputProcessor:
             request = replace(request, constraint=DryPenalties(request.sampling, breaker_ids, request.constraint))
         if request.on_logits is not None:
             request = replace(request, constraint=LogitsHook(request.on_logits, request.constraint))
-        # The first logits processor, so that it gets unchanged logits.
+        # Outermost, so that this function runs before all other logits processors.
         if self.on_logits is not None and not request.wants_embedding:
             request = replace(request, constraint=LogitsHook(self.on_logits, request.constraint))
         request = self._fit(request, ids)
         banned_ids = self._banned_ids(request.sampling)
         sampling, ids = request.sampling, request.ids or ()
-        # True with a grammar, because the output ends when the grammar allows no further text.
+        # With a grammar, stop tokens end the output even with ignore_eos, because the grammar allows no further text.
         ends_anyway = request.grammar is not None
         stop_ids = frozenset() if sampling.ignore_eos and not ends_anyway else self._stop_ids(request)
         new = self.context_length if sampling.max_new_tokens is None else sampling.max_new_tokens

@@ -57,7 +57,7 @@ def decode(content: bytearray | bytes, text_length: int) -> Frame:
     offset = text_length
     for name, shape in body.pop("", ()):
         size = math.prod(shape)
-        # As uint8 first, because the offset may not be aligned.
+        # The bytes are read as uint8, because the offset may not be aligned for int32.
         flat = np.frombuffer(content, np.uint8, size * 4, offset)
         arrays[name] = flat.view(np.int32).reshape(shape)
         offset += size * 4
@@ -74,7 +74,7 @@ class Link:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         end.setblocking(False)
-        # Otherwise the system may choose a smaller size.
+        # The system's default may be a smaller size.
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()

@@ -41,7 +41,7 @@ MAX_SPANS = 4  # maximum number of spans per row
 
 @dataclass(slots=True)
 class _States:
-    """The slots of one sequence: its own two (allocated with its first row), and those with its last two states."""
+    """The slots of one sequence: its two own slots (allocated with its first row), and those of its last two states."""
 
     slot: int = ZEROS  # slot of the state after `length` tokens
     length: int = 0

@@ -245,7 +245,10 @@ class StorageTier:
         return True
 
     def end_load(self, wanted: Wanted, count: int, seconds: float) -> None:
-        """Add the first `count` pages of a load to the host tier, and free its other pages. It took `seconds`."""
+        """Add the first `count` pages of a load to the host tier, and free its other pages.
+
+        `seconds` is the duration of the load.
+        """
         host = self._host
         self._loading.remove(wanted)
         pages, wanted.pages = wanted.pages, []

@@ -150,7 +150,7 @@ class FileStore:
             try:
                 lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
                 try:
-                    # So that only one of the servers that share the folder deletes at a time.
+                    # With this lock, only one of the servers that share the folder deletes files at a time.
                     fcntl.flock(lock, fcntl.LOCK_EX)
                     self._delete_oldest(num_bytes)
                 finally:

@@ -7,8 +7,10 @@ names. Both implement `PageStore`, so pages move as they do to and from files, w
 A connection begins with a greeting that names the space of the pages. A server therefore refuses a server with another
 model or page layout. After the greeting, each request consists of an operation and 32-byte keys:
 
-EXISTS answer: the number of leading keys that have a page GET answer per key: the number of bytes and the page, or -1
-WATCH the first key names a prompt by its last full page. Answer: as EXISTS for the other keys, and the prompt's state
+EXISTS  answer: the number of leading keys that have a page
+GET     answer for each key: the number of bytes and the page, or -1
+WATCH   the first key is that of a prompt's last full page, and names the prompt. Answer: as EXISTS for the other keys,
+        and the prompt's state
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _quick_checksum(key: bytes, page: memoryview) -> bytes:
 
 def check_config(backend: str, config: dict[str, Any]) -> None:
     """Raise `ConfigurationError` if the settings do not fit the backend."""
-    if backend in ("prefill", "decode"):  # these settings come from the plan
+    if backend in ("prefill", "decode"):  # the plan sets the settings of these backends
         return
     option = "--hicache-storage-backend-extra-config"
     texts, numbers = ("path", "module_path", "class_name"), ("max_gb", "threads", "prefetch_threshold")

@@ -294,7 +294,7 @@ class BatchBuilder:
             if not count:
                 running.full = not fits
                 self._cache.release(sequence, keep=False)
-                # It has too many prompt log-probabilities for this step.
+                # The prompt has too many log-probabilities for this step.
                 if fits and budget.grant(start, len(sequence.ids)):
                     num_deferred += 1
                     continue

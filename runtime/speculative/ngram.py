@@ -131,7 +131,7 @@ class NgramDrafter:
             return self._follow(self._state, self._length, count)
         begin = self._first + self._index.befores[self._state]  # the last occurrence is the end of the text itself
         found = ids[begin : begin + count]
-        # The text since the match is repeated: it is shorter than `count`, so the text has a period.
+        # Fewer than `count` tokens follow the match, so the match overlaps its continuation: the text repeats itself.
         while len(found) < count:
             found += found[: count - len(found)]
         return found

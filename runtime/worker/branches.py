@@ -68,7 +68,7 @@ def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -
     numbers, firsts = kept.cumsum() - 1, batch.counts.cumsum() - batch.counts
     used: dict[tuple[int, int], list[int]] = {}
     for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
-        if ids[firsts[row]] != DRAFT:  # otherwise prompt lookup has proposed the branch's ids
+        if ids[firsts[row]] != DRAFT:  # true if prompt lookup has proposed the branch's ids
             continue
         known = used.setdefault((owner, depth), [int(ids[firsts[owner] + depth])])
         rows, likeliest = alternatives[depth - 1]

@@ -279,8 +279,8 @@ class CpuGraph:
         sequences = NO_POSITIONS
         if batch.sampling is not None:
             sequences = batch.sequence_indices[batch.sampling.row_of]
-            # The last token of rows with draft tokens is unknown until the draft tokens are verified, so the graph must
-            # not store it. -1 says this.
+            # The last token of rows with draft tokens is unknown until the draft tokens are verified. With sequence
+            # index -1, the graph does not store it.
             if batch.drafts is not None:
                 sequences[np.isin(batch.sampling.row_of, batch.drafts.rows)] = -1
         given = (batch.token_ids, batch.starts, batch.counts, batch.sequence_indices, positions, sequences)

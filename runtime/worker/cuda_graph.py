@@ -512,7 +512,7 @@ def _all_greedy(num_rows: int) -> SamplingArrays:
 
 
 def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:
-    """Return the metadata of all page tables: that of paged layers first, then those of kinds with their own pages."""
+    """Return the metadata of all page tables: paged layers first, then each cache kind with its own pages."""
     return [batch.attention, *(kind.attention for kind in batch.kinds.values() if SPANS not in kind.arrays)]
 
 

@@ -30,9 +30,9 @@ Enqueue = Callable[[], Read[Result]]  # enqueues work on the device
 Divide = Callable[[], None]  # ends the graph that is being captured, and begins the next one
 Stream = Literal["forward", "copy"]
 
-# GPU buffers for uploads, used in turn. A step has up to two uploads, so six buffers are enough for three steps, and a
-# buffer is no longer read when its turn comes. Uploads larger than `STAGED_BYTES` (many media embeddings) are copied on
-# the forward stream, without a buffer.
+# GPU buffers for uploads, used in turn. A step has up to two uploads, so a buffer is used again after three steps, when
+# nothing reads it any more. Uploads larger than `STAGED_BYTES` (many media embeddings) are copied on the forward
+# stream, without a buffer.
 NUM_STAGED = 6
 STAGED_BYTES = 4 << 20
 
@@ -478,7 +478,7 @@ class DeviceThread:
                 else:
                     self._read(read, future)
                 del read
-            del item, enqueue, future  # so that an idle thread keeps no tensors alive
+            del item, enqueue, future  # an idle thread must not keep tensors alive
         self._reads.put(None)
 
     def _run_reads(self) -> None:

@@ -727,7 +727,7 @@ class StepExecutor:
             with torch.inference_mode(), self.device.forward():
                 yield
         except (torch.OutOfMemoryError, MemoryError) as error:
-            traceback.clear_frames(error.__traceback__)  # otherwise the frames would keep the step's tensors alive
+            traceback.clear_frames(error.__traceback__)  # frees the tensors of the step, which the frames keep alive
             self.device.release_unused()
             raise OutOfMemory("The device ran out of memory in a step.") from error
 

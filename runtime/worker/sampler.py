@@ -380,7 +380,7 @@ class SeenTokens:
         return counts.scatter_add_(1, drafts.clamp(min=0), is_draft.to(counts.dtype))
 
     def known(self, ids: np.ndarray) -> np.ndarray:
-        """Return those of the ids that are in the vocabulary, int64. Placeholders of media are not."""
+        """Return the ids that are in the vocabulary, int64, without placeholders of media."""
         if len(ids) and int(ids.min()) < 0:
             raise ValueError("A sequence can only start from known tokens.")
         return ids[ids < self.counts.shape[1]].astype(np.int64)

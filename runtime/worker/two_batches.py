@@ -54,7 +54,7 @@ class TwoBatchForward:
             with torch.inference_mode(), self._device.forward():
                 return self._model(half)
         except BaseException:
-            # Otherwise the other half would wait for ranks that do not run it; a failed step ends all ranks.
+            # A failed step ends all ranks. This ends the other half's wait for ranks that have failed.
             self._mesh.abort()
             raise
         finally:

@@ -328,7 +328,7 @@ class ModelWorker:
             )
             profiles.append(profile_memory(executor, plan, kinds))
             del executor
-            device.release_unused()  # otherwise this memory would count as used
+            device.release_unused()  # the driver counts memory that the allocator keeps as used
         return StepMemory(
             activation_bytes=max(steps.activation_bytes for steps in profiles),
             graph_bytes=sum(steps.graph_bytes for steps in profiles),
