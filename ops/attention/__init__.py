@@ -10,9 +10,9 @@ A backend file defines `make_attend(**settings)`, which returns an `attend` for 
     options  AttentionOptions    options of the layer
     out      [T, H, D]           a new tensor of q's dtype
 
-Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, within the layer's window.
-Query head h reads kv head h // (H / K). All KV of the step is stored before the call. Memory outside a row's
-positions does not influence the row, even if it contains NaN.
+Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p that are in the layer's window.
+Query head h reads kv head h // (H / K). The caller stores all KV of the step before the call. The results of a row
+depend only on its own positions, even if other memory contains NaN.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionMetadata:
-    """Rows of one step and their pages in the cache; built once per step, read by every layer.
+    """Rows of one step and their pages in the cache. Built once per step, and read by every layer.
 
     Backends may store derived values in `plan_cache`, for example a gather index or a mask. The first layer computes
     them, and later layers reuse them. Keys begin with the backend's module name.
 
-    `replans` is a dict while a step of single tokens is captured as a CUDA graph, otherwise None. During capture, the
-    tensors already have their final addresses, but `starts_host` does not describe the later steps that replay the
-    graph. A backend that needs the rows of each step on the host registers a function in `replans` under its own key.
-    Before each replay, the function is called with the metadata of the new step and updates the buffers of the captured
-    kernels. The warm-up run and the captured run share the dict, which lives as long as the graph.
+    `replans` is a dict while a step of single tokens is captured as a CUDA graph, otherwise None. The graph has the
+    addresses of this metadata's tensors, but each replay has other rows. A backend that reads the rows on the host
+    therefore registers a function in `replans`, under its own key. Before each replay, this function is called with the
+    metadata of the new step, and updates the buffers of the captured kernels. The warm-up run and the captured run
+    share the dict, which lives as long as the graph.
     """
 
-    page_table: Tensor  # int32 [B, W], a row's pages in order; entries after its last page may be any valid pages
+    page_table: Tensor  # int32 [B, W], a row's pages in order; entries after its last page are arbitrary valid pages
     starts: Tensor  # int32 [B], first computed position of each row
     counts: Tensor  # int32 [B], number of computed positions
     query_starts: Tensor  # int32 [B + 1], prefix sums of counts
     slot_mapping: Tensor  # int64 [T], page * page_size + offset: slot of each token's KV
     page_size: int
-    # Copies on the host, so that backends need not wait for the device. For rows of one token, `starts_host` may
-    # contain upper bounds, unless the backend declares `exact_starts` (`ops.backends`).
+    # Copies of `starts` and `counts` on the host, so that backends need not wait for the device. For rows of one token,
+    # `starts_host` may contain upper bounds instead, unless the backend declares `exact_starts` (`ops.backends`).
     starts_host: Sequence[int]
     counts_host: Sequence[int]
     plan_cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     replans: dict[Hashable, Callable[[AttentionMetadata], None]] | None = None
-    # (row, first position, end) of each span with bidirectional attention, for example the tokens of one image in some
-    # models. Backends ignore the spans; `native.attend_mutually` then computes the rows with spans again.
+    # (row, first position, end position) of each span of tokens that attend to each other in both directions, such as
+    # the tokens of an image in some models. Backends compute such rows causally; then `native.attend_mutually` computes
+    # them again.
     mutual_spans: Sequence[tuple[int, int, int]] = ()
-    # Tokens whose KV is also stored in a second slot: (int64 [R], their indices; metadata with the second slots). Only
-    # the cache reads this field.
+    # Tokens whose KV is also stored in a second slot: (indices of the tokens, int64 [R]; metadata with the second
+    # slots). Only the cache reads this field.
     repeated: tuple[Tensor, AttentionMetadata] | None = None
 
     @classmethod
@@ -71,7 +72,7 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Return the metadata of rows that compute positions starts[b] .. starts[b] + counts[b] - 1.
 
-        The slot mapping and the prefix sums are computed on the host. Copies to the device are blocking.
+        Computes the slot mapping and the prefix sums on the host, and blocks until they are copied to the device.
         """
         starts, counts = [int(n) for n in starts], [int(n) for n in counts]
         rows = np.repeat(np.arange(len(counts)), counts)
@@ -101,7 +102,7 @@ class AttentionOptions(NamedTuple):
     - sinks: the softmax of each head has exp(sink) as a further term in its denominator. A sink is neither scaled nor
       capped (attention sinks, arXiv 2309.17453).
     - k_scale, v_scale: keys and values are the elements of the pools times these scales.
-    - below: the caller needs only the results of rows with fewer tokens than this. A backend may compute all rows.
+    - below: results of rows with this number of tokens or more are unused, so a backend need not compute them.
     """
 
     scale: float

@@ -1,6 +1,6 @@
-"""Plans of FlashInfer's wrappers: which rows, pages and lengths a launch computes.
+"""Plans of FlashInfer's wrappers, which determine the rows, pages and lengths that a launch computes.
 
-A plan reads the rows on the host. Wrappers of captured steps read their rows from `FixedBuffers`.
+Planning reads the rows of the step on the host. Wrappers of captured steps read their rows from `FixedBuffers`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ops.attention import AttentionMetadata
 from ops.backends import LATENT_DIMS
 from ops.sampling.native import to_device
 
-PLAN_BYTES = 8 * 2**20  # size of the buffer with a plan's data for the kernels
+PLAN_BYTES = 8 * 2**20  # size of the buffer from which the kernels read a plan
 
 
 class Setting(NamedTuple):
-    """Properties, besides the rows, on which a plan depends."""
+    """Properties of a layer, and the kind of rows, on which a plan depends."""
 
     kind: Literal["decode", "prefill", "latent"]  # "latent": absorbed MLA, for rows of any number of tokens
     num_heads: int
@@ -37,13 +37,13 @@ class Setting(NamedTuple):
 
 
 class FixedBuffers(NamedTuple):
-    """Buffers from which captured kernels read a step's rows. Steps of all sizes share them."""
+    """Buffers from which captured kernels read a step's rows. Graphs of all sizes share these buffers."""
 
     plan: Tensor  # uint8 [PLAN_BYTES]
     query_starts: Tensor  # int32 [B + 1]
     page_starts: Tensor  # int32 [B + 1], prefix sums of the rows' numbers of pages
     pages: Tensor  # int32 [number of elements of the page table]
-    last_lengths: Tensor  # int32 [B], number of tokens in each row's last page; for "latent", of the row
+    last_lengths: Tensor  # int32 [B], number of tokens in each row's last page; for "latent", in the whole row
 
     @classmethod
     def empty(cls, num_rows: int, num_pages: int, device: torch.device) -> FixedBuffers:
@@ -83,7 +83,7 @@ class FixedBuffers(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Pages and lengths of a step's rows. All tensors are int32 and on the host, where a plan reads them."""
+    """Pages and lengths of a step's rows. Unless noted, tensors are int32 on the host, where planning reads them."""
 
     page_starts: Tensor  # [B + 1], prefix sums of the rows' numbers of pages
     last_lengths: Tensor  # [B], number of tokens in each row's last page
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
 
 def plan(wrapper: Any, setting: Setting, metadata: AttentionMetadata) -> None:
-    """Plan a wrapper for the rows of a step."""
+    """Call the wrapper's method `plan` for the rows of a step."""
     rows = _rows(metadata)
     pages = _pages(metadata)
     if setting.kind == "decode":
@@ -134,8 +134,8 @@ def replan_decode(
 ) -> None:
     """Plan a wrapper of captured decode steps again, with FlashInfer's `fast_decode_plan`.
 
-    `plan` of the wrapper compares the lengths of the rows one by one in Python, which takes 1 to 2 us a row.
-    `fast_decode_plan` does not, and leaves it to the caller to fill the buffers.
+    The wrapper's method `plan` compares the lengths of the rows one by one in Python, which takes 1 to 2 us per row.
+    `fast_decode_plan` omits this, and its caller fills the buffers.
     """
     rows, num_rows = _rows(metadata), len(metadata.counts_host)
     pages = buffers.pages[: len(rows.index)]
@@ -174,7 +174,7 @@ def _rows(metadata: AttentionMetadata) -> Rows:
         lengths = np.add(metadata.starts_host, metadata.counts_host)
         num_pages = -(-lengths // size)
         starts = np.concatenate([[0], np.cumsum(num_pages)])
-        # For each row: the index of its first page in the flattened page table, minus the index in the result.
+        # For each row: the index of its first page in the flattened page table, minus that page's index in the result.
         first = np.arange(len(lengths)) * width - starts[:-1]
         index = torch.from_numpy(np.arange(starts[-1]) + np.repeat(first, num_pages))
         metadata.plan_cache[key] = Rows(
@@ -195,6 +195,6 @@ def _pages(metadata: AttentionMetadata) -> Tensor:
 
 
 def _pinned(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """Return int32 values on the host, pinned if a plan copies them to a GPU."""
+    """Return the values as an int32 tensor on the host, in pinned memory if `device` is a GPU."""
     host = torch.from_numpy(np.array(values, np.int32))
     return host.pin_memory() if device.type == "cuda" else host

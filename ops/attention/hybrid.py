@@ -1,4 +1,4 @@
-"""Attention with two backends: one for decode rows (single tokens), one for prefill rows (longer)."""
+"""Attention with two backends: one for decode rows (one token), and one for prefill rows (several tokens)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ops.sampling.native import to_device
 class Part(NamedTuple):
     """Some rows of a step, with metadata that describes only these rows."""
 
-    tokens: Tensor  # int64 [n], index into the flat batch
+    tokens: Tensor  # int64 [n], indices of the rows' tokens in the flat batch
     metadata: AttentionMetadata
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
-MAX_PADDING = 0.25  # maximum share of padding in a group's gathered keys; beyond it, another group is faster
-MAX_GROUP_BYTES = 32 * 2**20  # maximum size of a group's gathered keys; more would exceed the CPU's caches
+MAX_PADDING = 0.25  # maximum share of padding in a group's gathered keys; with more, two groups are faster
+MAX_GROUP_BYTES = 32 * 2**20  # maximum size of a group's gathered keys; larger groups would exceed the CPU's caches
 MAX_MASK_ELEMENTS = 2**22
 MAX_SCORE_ELEMENTS = 2**25
 
@@ -25,16 +25,16 @@ MAX_SCORE_ELEMENTS = 2**25
 class Group(NamedTuple):
     """N single-token rows that are computed together. S keys are gathered for each row, and padding is masked."""
 
-    tokens: Tensor | None  # int64 [N], index into the flat batch; None: the whole batch
+    tokens: Tensor | None  # int64 [N], indices of the rows' tokens in the flat batch; None: the whole batch
     pages: Tensor  # int64, flattened [N, K, pages per row], index into the pool viewed as [P * K, page, D]
-    keys: slice  # gathered keys to use: the keys that the row attends to if N is 1, otherwise all
+    keys: slice  # gathered keys that are used: if N is 1, those to which the row attends; otherwise all
     padding: tuple[Tensor, Tensor] | None  # int64 (row, key) indices of padding
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None without padding
     own_keys: list[int]  # index of each row's own position in the gathered keys
 
 
 class Window(NamedTuple):
-    """Positions to which a token attends: the last `size` positions, or its chunk of `size` positions if `chunked`."""
+    """Positions to which a token attends: the last `size` positions or, if `chunked`, its chunk of `size` positions."""
 
     size: int
     chunked: bool
@@ -49,7 +49,7 @@ class Window(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Parameters that turn products of queries and keys into scores, with G = H / K query heads per kv head."""
+    """Parameters that turn products of queries and keys into scores. G = H / K is the number of heads per kv head."""
 
     scale: float
     soft_cap: float | None
@@ -75,7 +75,7 @@ def attend(
 ) -> Tensor:
     """Compute attention of every row over its pages (see `ops.attention`).
 
-    For single-token rows, whose keys are gathered, `attend_gathered` replaces `dense`.
+    If `attend_gathered` is given, it replaces `dense` for single-token rows, whose keys are gathered first.
     """
     attend_gathered = attend_gathered or dense
     window = None if options.window is None else Window(options.window, options.chunked)
@@ -103,8 +103,8 @@ def attend_mutually(
 ) -> None:
     """Recompute rows with mutual spans, so that each token of a span attends to the whole span.
 
-    The results replace these rows of the attention `out` [T, H, D]. A sliding window still hides earlier positions. The
-    function supports neither sinks nor ALiBi.
+    The results replace these rows in `out` [T, H, D]. A sliding window still hides earlier positions. Sinks and ALiBi
+    are not supported.
     """
     window = None if options.window is None else Window(options.window, options.chunked)
     scoring = Scoring(options.scale * options.k_scale, options.soft_cap, None)
@@ -241,7 +241,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Compute `dense` step by step, with features that torch's attention lacks."""
-    # Heads that share keys are folded into the query length, because bmm would copy the keys for each head.
+    # Heads that share keys become additional queries of one head, because bmm would copy the keys for each head.
     num_sharing = len(q) // len(k)
     queries = q.unflatten(0, (-1, num_sharing)).transpose(1, 2).flatten(2, 3)  # [X or 1, K, sharing * N, D]
     scores = queries.float() @ k.float().transpose(2, 3)
@@ -257,7 +257,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     out = _unfold(scores.softmax(-1).to(v.dtype) @ v, num_sharing)  # [X, K, N, D]
     if scoring.sinks is None:
         return out
-    # A further term e^sink in the denominator multiplies the result by sum / (sum + e^sink).
+    # With exp(sink) as a further term in the denominator, the result is multiplied by sum / (sum + exp(sink)).
     mass = _unfold(scores.logsumexp(-1, keepdim=True), num_sharing)  # [X, K, N, 1]
     return (out * torch.sigmoid(mass - scoring.sinks)).to(out.dtype)
 
@@ -298,7 +298,7 @@ def _distances(first: int, end: int, first_key: int, device: torch.device) -> Te
 
 
 def _groups(q: Tensor, k_pool: Tensor, metadata: AttentionMetadata, window: Window | None) -> list[Group]:
-    """Return the step's single-token rows in groups of similar length. Groups are built once per step and window."""
+    """Return groups of the step's single-token rows, which have similar lengths. Computed once per step and window."""
     key = (__name__, window, q.dtype, tuple(k_pool.shape))
     if key not in metadata.plan_cache:
         page_bytes = k_pool[0].numel() * k_pool.element_size()
@@ -320,7 +320,10 @@ def _pages_needed(metadata: AttentionMetadata, window: Window | None) -> list[tu
 
 
 def split_rows(lengths: Sequence[tuple[int, int]], max_pages: int) -> list[list[int]]:
-    """Divide rows, given as (number of pages, row), into groups with at most `max_pages` pages and `MAX_PADDING`."""
+    """Divide rows, given as (number of pages, row), into groups of at most `max_pages` pages, padding included.
+
+    At most the share MAX_PADDING of a group's pages is padding.
+    """
     groups: list[list[int]] = []
     longest = total = 0
     for length, row in sorted(lengths, reverse=True):
@@ -345,7 +348,7 @@ def _group(rows: list[int], q: Tensor, num_kv_heads: int, metadata: AttentionMet
     index = _to_device(torch.tensor([rows, starts, first_pages, tokens]), device)
 
     columns = index[2].unsqueeze(1) + torch.arange(num_pages, device=device)
-    # A shorter row's surplus columns may exceed the table; their keys are overwritten as padding.
+    # Shorter rows gather more pages than they need, and these columns may exceed the table. Their keys are padding.
     columns = columns.clamp_(max=metadata.page_table.shape[1] - 1)
     pages = metadata.page_table[index[0].unsqueeze(1), columns].long()  # [N, pages]
     heads = torch.arange(num_kv_heads, device=device).view(1, -1, 1)

@@ -1,6 +1,6 @@
-"""Attention in C++. It reads pages in place and computes all rows in one call.
+"""Attention in C++. One call computes all rows, and the kernel reads keys and values in their pages without a copy.
 
-A token's result does not depend on other rows, on the chunks of its prompt or on the number of threads.
+A token's result does not depend on other rows, on how its prompt is divided into chunks, or on the number of threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ops.cpp import structures
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, cache_type, contiguous_tokens
 
-NUM_PARTS = 2**22  # size of the scratch memory for partial results, in floats
+NUM_PARTS = 2**22  # size of the scratch memory for partial results, in float32 elements
 HEAD_DIM_MULTIPLE = 16
 
 

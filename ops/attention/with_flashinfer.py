@@ -1,9 +1,9 @@
 """Paged attention with FlashInfer (arXiv 2501.01005): a plan per step and kind of layer, then one launch per layer.
 
-Written for flashinfer-python 0.6.13. A wrapper stores its plan, so engines cannot share wrappers: each engine has its
-own `FlashInfer` object. Pages have the layout that FlashInfer calls HND. By default FlashInfer chooses the kernels.
-With `FA3`, FlashAttention 3 (arXiv 2407.08608) computes the rows of several tokens. Latent vectors (MLA) have a
-wrapper of their own, which computes rows of any number of tokens in one launch.
+Written for flashinfer-python 0.6.13. A wrapper stores its plan, so each engine has its own `FlashInfer` object with its
+own wrappers. Pages have the layout that FlashInfer calls HND. By default FlashInfer chooses the kernels. With `FA3`,
+FlashAttention 3 (arXiv 2407.08608) computes the rows of several tokens. A separate wrapper for latent vectors (MLA)
+computes rows of any number of tokens in one launch.
 
 Captured steps have a separate wrapper for each number of rows, with buffers that keep their addresses. The plan of
 such a wrapper is updated outside the graph before each replay (see `AttentionMetadata.replans`).
@@ -25,8 +25,8 @@ from ops.backends import FLASHINFER_HEAD_DIMS, LATENT_DIMS
 
 # Size of the workspace for partial results. All wrappers share it, because they run one after the other.
 WORKSPACE_BYTES = 256 * 2**20
-# Number of wrappers that successive steps use in turn. While the host plans a later step, the GPU may still copy the
-# plan of an earlier step from its wrapper's pinned buffer. The runner keeps two steps in flight.
+# Number of wrappers that successive steps use in turn. While the host plans a step, the GPU may still copy an earlier
+# step's plan from the pinned buffer of its wrapper. At most two steps are in flight, so three wrappers suffice.
 TURNS = 3
 FA3 = "fa3"
 CUDA_CORE_GROUPS = (1, 2)  # numbers of query heads per kv head with which decode is faster without tensor cores
@@ -37,7 +37,8 @@ class FlashInfer:
 
     `attend` follows the contract of `ops.attention`, but supports no sinks, no chunked attention and no slopes
     (FlashInfer supports ALiBi only with its standard slopes). If keys and values are the same pool, with heads of
-    512 + 64 dimensions, they are latent vectors (`ops.latent`): the last 64 elements of each result stay uninitialised.
+    512 + 64 dimensions, the pool has latent vectors (`ops.latent`). The last 64 elements of each result then stay
+    uninitialised.
 
     `kernels` is "auto" or "fa3". With "fa3", FlashAttention 3 computes the rows of several tokens, and the cache must
     have the query's dtype. Rows of one token still use the decode kernels, because FlashAttention 3 would read the
@@ -85,7 +86,7 @@ class FlashInfer:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Compute attention of rows that all have one token, or all more."""
+        """Compute attention over keys and values. Either all rows have one token, or all rows have several tokens."""
         setting = Setting(
             "decode" if all(count == 1 for count in metadata.counts_host) else "prefill",
             q.shape[1],
@@ -127,7 +128,7 @@ class FlashInfer:
         return out
 
     def _ready(self, setting: Setting, metadata: AttentionMetadata) -> Any:
-        """Return a wrapper that is planned for this step."""
+        """Return a wrapper that has a plan for this step."""
         return self._planned(setting, metadata) if metadata.replans is None else self._captured(setting, metadata)
 
     def _planned(self, setting: Setting, metadata: AttentionMetadata) -> Any:
@@ -142,7 +143,7 @@ class FlashInfer:
         return metadata.plan_cache[key]
 
     def _captured(self, setting: Setting, metadata: AttentionMetadata) -> Any:
-        """Return the wrapper of captured steps with this number of rows. The warm-up run plans it."""
+        """Return the wrapper for captured steps with this number of rows. In the warm-up run, plan this wrapper."""
         size, table = len(metadata.counts_host), metadata.page_table.data_ptr()
         if (setting, table, size) not in self._fixed:
             self._fixed[setting, table, size] = self._new_fixed(setting, metadata)
@@ -173,7 +174,7 @@ class FlashInfer:
         )
 
     def _new_fixed(self, setting: Setting, metadata: AttentionMetadata) -> tuple[Any, FixedBuffers]:
-        """Return a wrapper and its fixed buffers. The first captured step has the most rows and decides their size."""
+        """Return a wrapper and its fixed buffers. The first captured step has the most rows, and so sets their size."""
         size, device = len(metadata.counts_host), metadata.page_table.device
         key = (setting, metadata.page_table.data_ptr())
         if key not in self._buffers or len(self._buffers[key].last_lengths) < size:

@@ -1,7 +1,7 @@
-"""Attention of single tokens with two batched matrix products of oneDNN, for bfloat16 on a CPU.
+"""Attention of single-token rows with two batched matrix products of oneDNN, for bfloat16 on a CPU.
 
-torch's attention multiplies each row and kv head separately. Without AMX each of these products takes 6 to 9 us,
-several times as long as in a batched product. `native` computes prompts, other dtypes and small batches.
+torch's attention computes a product for each row and kv head. On a CPU without AMX, such a product takes 6 to 9 us,
+several times as long as within a batched product. `native` computes longer rows, other dtypes and small batches.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: 
     if small or not scoring.is_plain or not q.dtype == k.dtype == torch.bfloat16:
         return native.dense(q, k, v, mask, scoring)
     queries, keys, values = (x.flatten(0, 1) for x in (q, k.transpose(2, 3), v))
-    # A product sums in float32 and rounds once to bfloat16, which is too coarse for an exponent. A second product
-    # computes the rounding error of the first, and their sum has 16 bits.
+    # The product is rounded to bfloat16, which is too coarse for an exponent. A second product computes the rounding
+    # error of the first, so that their sum has 16 significant bits.
     rounded = torch.bmm(queries, keys)  # [N * K, G, S]
     scores = torch.baddbmm(rounded, queries, keys, beta=-1).float().add_(rounded).mul_(scoring.scale)
     if mask is not None:

@@ -1,11 +1,11 @@
 """Paged attention in Triton: split decode for single tokens, ragged prefill for longer rows.
 
-Both kernels iterate over the keys of a row in tiles with a running softmax (FlashAttention, arXiv 2205.14135). A tile
-of queries has all heads that share a kv head. The keys of single-token rows are split, and a second kernel merges the
-splits (Flash-Decoding, pytorch.org/blog/flash-decoding). Splits depend only on the row, so a row's result does not
+Both kernels iterate over the keys of a row in tiles, with a running softmax (FlashAttention, arXiv 2205.14135). A tile
+of queries has all heads that share a kv head. The keys of single-token rows are split, and another kernel merges the
+splits (Flash-Decoding, pytorch.org/blog/flash-decoding). A row's splits depend only on the row, so its result does not
 depend on the batch. Wide heads, such as the latent vectors of MLA (576 = 512 + 64), are computed in two parts, each a
-power of two. If keys and values are the same memory, a tile is loaded once. Grids depend only on shapes, and all other
-values are read on the device, so that a CUDA graph can capture the launches.
+power of two. If keys and values are in the same memory, each tile of it is loaded once. The host computes grids from
+shapes only, and kernels read all other values on the device, so that a CUDA graph can capture the launches.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -24,14 +24,14 @@ from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
 # Minimum number of keys per split. Rows of at most 4 * MIN_SPLIT_TOKENS keys use half of this minimum.
 MIN_SPLIT_TOKENS = 256
-SPLIT_PROGRAMS = 256  # a long row alone has about this number of programs: about two per multiprocessor
-MAX_SPLITS, MAX_SPLIT_BYTES = 64, 5 * 2**19  # maximum number of splits of a row, and size of its partial results
+SPLIT_PROGRAMS = 256  # number of programs of a step with one long row, about two per multiprocessor
+MAX_SPLITS, MAX_SPLIT_BYTES = 64, 5 * 2**19  # maximum number of splits of a row, and bytes of its partial results
 # A decode step launches up to about STEP_PROGRAMS programs, so that long rows do not wait for short rows. If there are
 # many rows, it launches up to MIN_PARTS programs per row and tile of heads.
 STEP_PROGRAMS, MIN_PARTS = 2048, 4
 WIDE_ROWS = 32  # query rows of a tile with heads of more than 256 dimensions
-# Stages of the software pipeline, which also include the loads of page numbers, keys and values. With fewer stages,
-# kernels for sm_80 and sm_90 have a single buffer for keys, so that loads wait for products.
+# Stages of the software pipeline: loads of page numbers, of keys and of values are stages too. With fewer stages,
+# kernels for sm_80 and sm_90 have a single buffer for keys, and loads wait for products.
 DECODE_STAGES = PREFILL_STAGES = 5
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Initial value of the running maximum. With -inf, a tile without visible keys would produce NaN.
@@ -50,9 +50,8 @@ def attend(
 ) -> Tensor:
     """Compute attention of every row over its pages (see `ops.attention`).
 
-    The keys of single-token rows are split into at most `num_kv_splits` equal parts. By default, this is the number of
-    splits with which one long row uses the whole GPU. If `split_tile_tokens` is given, each part has this number of
-    keys instead.
+    The keys of a single-token row are split into at most `num_kv_splits` equal parts. The default is the number with
+    which one long row uses the whole GPU. If `split_tile_tokens` is given, each part has this number of keys instead.
     """
     if q.stride(-1) != 1:
         q = q.contiguous()
@@ -218,13 +217,13 @@ def _queries_block(q: Tensor, shared: dict[str, Any]) -> int:
 
 
 def _keys_block(q: Tensor, shared: dict[str, Any]) -> int:
-    """Return the number of keys per tile, which is smaller for larger keys."""
+    """Return the number of keys per tile: fewer for float32 and for wide heads."""
     if q.dtype.itemsize == 4:
         return 16
     return 64 if shared["DIM_BLOCK"] <= 128 else 32
 
 
-# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `table_stride` varies between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,  # [T, H, DIM]
@@ -280,7 +279,7 @@ def _decode_kernel(
     positions = tl.zeros([HEADS_BLOCK], tl.int32) + position
     pages = page_table + row.to(tl.int64) * table_stride
     slope = tl.load(slopes + heads, mask=in_group < GROUP, other=0.0) if HAS_SLOPES else None
-    # Each split has its own result, so results are bit-identical for any number of programs.
+    # The result of each split is stored separately, so results are bit-identical for any number of programs.
     for split in range(first + tl.program_id(2), last, tl.num_programs(2)):
         begin = tl.maximum(low, split * size) if SPLIT_TILE is not None else low + split * size
         end = tl.minimum(position + 1, (split + 1) * size if SPLIT_TILE is not None else begin + size)
@@ -363,7 +362,7 @@ def _merge_kernel(
     tl.store(out + index, (summed / total * v_scale).to(out.dtype.element_ty), mask=dims < DIM)
 
 
-# Both vary between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# These arguments vary between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _prefill_kernel(
     q,  # [T, H, DIM]
@@ -397,8 +396,8 @@ def _prefill_kernel(
     KEYS_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # The first program of row b has the number query_starts[b] * GROUP // ROWS_BLOCK + b. The programs before the first
-    # one of row b + 1 are always enough for the row's pairs of a token and a head.
+    # The first program of row b has the number query_starts[b] * GROUP // ROWS_BLOCK + b. With this formula, row b has
+    # at least as many programs as tiles of (token, head) pairs.
     program, kv_head = tl.program_id(0), tl.program_id(1)
     row, end_row = 0, num_rows
     while end_row - row > 1:

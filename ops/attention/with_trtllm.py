@@ -2,7 +2,7 @@
 
 Written for flashinfer-python 0.6.13. FlashInfer downloads the compiled kernels at first use, or takes them from the
 package flashinfer-cubin. The kernels read all arguments on the device, except for the maximum lengths. These lengths
-only determine how the work is divided. Therefore a captured step passes the capacity of the page table, in positions.
+only determine how the work is divided, so a captured step passes an upper bound: the capacity of the page table.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Lengths(NamedTuple):
     of_rows: Tensor  # int32 [B], number of positions of each row
     starts: Tensor  # int32 [B + 1], prefix sums of `of_rows`
     longest: int  # largest of `of_rows`; in captured steps, an upper bound
-    most_queries: int  # largest number of queries of a row
+    most_queries: int  # largest number of computed tokens of a row
 
 
 class TensorRT:
-    """Owns the kernels' workspace of one engine. `attend` follows the contract of `ops.attention`."""
+    """Owns the workspace of the kernels of one engine. `attend` follows the contract of `ops.attention`."""
 
     def __init__(self) -> None:
         self.attend = hybrid(self._decode, self._prefill)

@@ -1,7 +1,7 @@
 """Multi-head latent attention with TensorRT-LLM's decode kernels in FlashInfer.
 
-Written for flashinfer-python 0.6.13. The decode kernels need no plan and read the page table directly, as those of
-`with_trtllm`. They compute rows of one token. FlashInfer's wrapper for latent vectors computes longer rows, by a plan.
+Written for flashinfer-python 0.6.13. The decode kernels compute rows of one token. Like the kernels of `with_trtllm`,
+they need no plan and read the page table directly. FlashInfer's wrapper for latent vectors computes longer rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ops.attention.with_flashinfer import FlashInfer, check_latent, is_latent
 from ops.attention.with_trtllm import WORKSPACE_BYTES, row_lengths
 from ops.backends import LATENT_DIMS, TRTLLM_LATENT_PAGE_SIZES
 
-NOPE_DIM = 128  # FlashInfer's only value for latent vectors of 512 elements; the kernels do not depend on it
+NOPE_DIM = 128  # the only value that FlashInfer accepts for latent vectors of 512 elements; kernels do not use it
 TABLE_TOKENS = 128  # the kernels read the page table in blocks of this number of tokens
 
 
 class LatentTensorRT:
-    """Owns the kernels' workspace of one engine. `attend` follows the contract of `ops.attention`.
+    """Owns the workspace of the kernels of one engine. `attend` follows the contract of `ops.attention`.
 
     The pools must be one pool of latent vectors (`ops.latent`) with 512 + 64 elements. The last 64 elements of each
     result stay uninitialised.
@@ -91,7 +91,7 @@ def make_attend() -> Attend:
 
 
 def _whole_blocks(metadata: AttentionMetadata) -> Tensor:
-    """Return the page table with a multiple of `TABLE_TOKENS` / page size columns, filled up with page 0."""
+    """Return the page table, padded with page 0 so that each row covers a multiple of TABLE_TOKENS tokens."""
     key = (__name__, "table")
     if key not in metadata.plan_cache:
         table = metadata.page_table

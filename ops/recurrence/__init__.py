@@ -1,22 +1,22 @@
 """Recurrent layers, which keep one state of fixed size per sequence instead of keys and values per token.
 
-A pool has one slot per state. For each span of tokens, `Segments` gives the slot of the state before the span and the
-slot for the state after it. Slot 0 of every pool contains zeros, the initial state of a sequence, and is never written.
-Padding rows of a graph write the last slot, which nothing reads. A backend may leave it unwritten in a captured step.
-A backend file defines
+A pool has one slot per state. A *span* is a number of consecutive tokens of one sequence. `Segments` gives, for each
+span of the step, the slot of the state before the span and the slot for the state after it. Slot 0 of every pool
+contains zeros, the initial state of a sequence, and is never written. Padding rows of a captured graph write to the
+last slot, which no other row reads; a backend may omit these writes. A backend file defines
 
     convolve(x [T, C], weight [K, C], bias [C] | None, pool [N, K - 1, C], segments, *,
              gates (before [T, C], after [T, C]) | None = None) -> [T, C]
 
-`convolve` returns silu of the causal convolution of each channel over the last K tokens of its sequence. A state is the
-last K - 1 rows of x. With `gates` it returns after * convolution(before * x), without silu, and states are rows of
-before * x. The result is computed in float32 and rounded once.
+`convolve` returns silu(convolution(x)), a causal convolution of each channel over the last K tokens of the sequence.
+A state is the last K - 1 rows of x. With `gates`, `convolve` returns after * convolution(before * x), and a state is
+the last K - 1 rows of before * x. The result is computed in float32 and rounded once.
 
     delta_rule(q [T, G, D], k [T, G, D], v [T, H, E], a [T, H], b [T, H], rate [H], shift [H], pool [N, H, D, E],
                segments) -> [T, H, E]
 
-`delta_rule` computes the gated delta rule (arXiv 2412.06464). q and k are normalised to length 1, q is divided by
-sqrt(D), and each head of q and k serves H / G consecutive heads of v. With
+`delta_rule` computes the gated delta rule (arXiv 2412.06464). q and k are normalised to length 1, and q is divided by
+sqrt(D). H / G consecutive heads of v share a head of q and k. With
 decay = exp(-exp(rate) * softplus(a + shift)) and beta = sigmoid(b), each token updates the state S:
 
     S = decay * S;  S = S + k (beta * (v - k S));  out = q S
@@ -26,8 +26,8 @@ in float32. `rate` and `shift` are float32; pools may have any floating dtype.
     scan(x [T, H, P], dt [T, H], b [T, G, N], c [T, G, N], rate [H], shift [H], skip [H], pool [L, H, N, P], segments,
          *, low, high) -> [T, H, P]
 
-`scan` computes the selective scan of Mamba 2 (arXiv 2405.21060) in float32. With dt = softplus(dt + shift)
-clamped to low .. high:
+`scan` computes the selective scan of Mamba 2 (arXiv 2405.21060) in float32. dt is replaced by softplus(dt + shift),
+clamped to low .. high. Then each token updates the state S:
 
     S = exp(-exp(rate) * dt) * S + b (dt * x);  out = c S + skip * x
 """
@@ -50,7 +50,7 @@ ZEROS = 0  # slot of zeros, the initial state
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of one sequence: `count` tokens from index `start` of the flat batch on."""
+    """Consecutive tokens of one sequence: `count` tokens of the flat batch, from index `start` on."""
 
     read: int  # slot of the state before the tokens
     write: int  # slot of the state after the tokens
@@ -59,25 +59,25 @@ class Span(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """Spans that do not depend on each other: no span reads a slot that another span writes."""
+    """Spans that can be computed at the same time, because no span reads a slot that another span writes."""
 
-    tokens: Tensor  # int64 [S], index into the flat batch of the token of each single-token span
+    tokens: Tensor  # int64 [S], for the S spans of one token: index of the token in the flat batch
     reads: Tensor  # int64 [S], slot of the state before the token
     writes: Tensor  # int64 [S], slot of the state after the token
-    spans: tuple[Span, ...]  # longer spans
+    spans: tuple[Span, ...]  # the spans of several tokens
 
 
 @dataclass(eq=False)
 class Segments:
-    """Spans of the step's tokens and their state slots; built once per step, read by every layer."""
+    """The spans of a step's tokens, with their state slots. Built once per step, and read by every layer."""
 
-    # int32 [S, 4], the fields of `Span`. C++ kernels read spans until the spans cover all tokens of the step, so S may
-    # have any value during graph capture.
+    # int32 [S, 4], the fields of `Span`. In a CPU graph, S is the capacity of this buffer: C++ kernels read spans until
+    # these cover all tokens of the step.
     spans: Tensor
     host: NDArray[np.int32] | None = None  # copy of `spans` on the host; None: `waves` copies them from the device
-    # Whether a graph captures the step. Its spans are unknown on the host, have one token each, and are `independent`.
+    # Whether a CUDA graph captures the step. All spans are then `independent`, but the host does not know them.
     captured: bool = False
-    # Values that a backend derives from the spans, once per step.
+    # Values that a backend derives from the spans once per step, by a key of the backend.
     plans: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
@@ -87,9 +87,9 @@ class Segments:
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
-        """The spans, grouped into waves. A wave depends only on earlier waves.
+        """The spans, grouped into waves, which are computed one after another. A wave depends only on earlier waves.
 
-        Without `host`, it blocks while the spans are copied from the device.
+        Without `host`, this property blocks while the spans are copied from the device.
         """
         if self.captured:
             reads, writes, tokens, _ = self.spans.long().unbind(1)
@@ -97,8 +97,8 @@ class Segments:
         rows = (self.spans if self.host is None else self.host).tolist()
         spans, device = [Span(*each) for each in rows], self.spans.device
         waves: list[list[Span]] = []
-        written: dict[int, int] = {}  # slot -> first wave after its last write
-        read: dict[int, int] = {}  # slot -> first wave after its last read
+        written: dict[int, int] = {}  # slot -> number of the wave after the last wave that writes it
+        read: dict[int, int] = {}  # slot -> number of the wave after the last wave that reads it
         for span in spans:
             number = max(written.get(span.read, 0), read.get(span.write, 0))
             while len(waves) <= number:

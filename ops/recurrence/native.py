@@ -1,4 +1,4 @@
-"""Recurrent layers in torch. Single tokens are computed together, longer spans in chunks."""
+"""Recurrent layers in torch. All single-token spans of a wave are computed together, and longer spans in chunks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ops.recurrence import Segments
 
-CHUNK = 64  # tokens whose updates are computed in one product
-EPS = 1e-6  # added to squared lengths in normalisation
+CHUNK = 64  # tokens whose updates are computed by one matrix product
+EPS = 1e-6  # added to the squared lengths of q and k when they are normalised
 
 
 def convolve(
@@ -91,7 +91,8 @@ def delta_rule(
 def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, new state) of L tokens: state [H, D, E], q, k [H, L, D], v [H, L, E], decay and beta [H, L].
 
-    Each token's update depends on the updates of earlier tokens. All updates are the solution of one triangular system.
+    `decay` is a logarithm. A token's update depends on the updates of earlier tokens, so one triangular system is
+    solved for the updates of all tokens.
     """
     total = decay.cumsum(-1)  # [H, L]
     between = _decay_between(total)
@@ -107,9 +108,9 @@ def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, 
 
 
 def _decay_between(total: Tensor) -> Tensor:
-    """Return a tensor [H, L, L] whose element [h, i, j] is the decay of token j's update at token i, or 0 if i < j.
+    """Return [H, L, L]. Element [h, i, j] is the factor by which token j's update has decayed at token i; 0 if i < j.
 
-    `total` [H, L] has cumulative sums of logarithms of the decay.
+    `total` [H, L] has the cumulative sums of the logarithms of the decays.
     """
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
     later = torch.ones(between.shape[-2:], dtype=torch.bool, device=total.device).triu_(1)
@@ -160,7 +161,7 @@ def scan(
 
 
 def _scan_chunk(state: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out, new state) of L tokens: state [H, N, P], x, out [H, L, P], b, c [H, L, N], decay [H, L]."""
+    """Return (out, new state) of L tokens: state [H, N, P], x, out [H, L, P], b, c [H, L, N], log of decay [H, L]."""
     total = decay.cumsum(-1)
     out = ((c @ b.transpose(-1, -2)) * _decay_between(total)) @ x
     out += (c * total.exp().unsqueeze(-1)) @ state

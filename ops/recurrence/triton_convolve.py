@@ -1,9 +1,9 @@
 """Short causal convolutions in Triton.
 
-Steps of independent single tokens take one launch, which also writes the states. In other steps, each program computes
-a chunk of one span. Inputs before the span are read from the batch if an earlier span of the step has them, otherwise
-from the pool. The new states are collected in a buffer. A second launch stores them in the pool, because programs of
-the first launch may still read the old states.
+If all spans of a step are single tokens that do not depend on each other, one launch computes the step and writes the
+states. In other steps, each program of a first launch computes a chunk of one span. A program reads inputs before the
+span from the batch if they are tokens of an earlier span of the step, otherwise from the pool. It writes new states to
+a buffer, because other programs may still read the old states. A second launch copies the buffer to the pool.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -110,7 +110,7 @@ def _with_rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def _activated(total, after, place, mask):
-    """Return the convolution `total` times its gate; without a gate, silu(total)."""
+    """Return `total` times the gate at `place` in `after`, or silu(total) if there is no gate."""
     if after is None:
         result = total * tl.sigmoid(total)
     else:
@@ -165,7 +165,7 @@ def _single_kernel(
 @triton.jit
 def _inputs(
     places,  # [R], positions in the span, which may be negative
-    rows,  # [R], whether the position is needed
+    rows,  # [R], whether the input at this position is needed
     channels,  # [BLOCK]
     span,
     x,
@@ -180,7 +180,7 @@ def _inputs(
     CHANNELS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """Return the convolution's inputs [R, BLOCK] at positions of a span, relative to its first token."""
+    """Return the convolution's inputs [R, BLOCK] at positions relative to the first token of a span."""
     source = tl.zeros_like(places) + span
     for _ in tl.static_range(KEPT):  # at most KEPT spans back, because each span has at least one token
         earlier = tl.load(links + source * COLUMNS + BEFORE, mask=places < 0, other=-1)
@@ -228,7 +228,7 @@ def _chunk_kernel(
 ):
     number = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if number >= num_chunks:  # the state after a span
+    if number >= num_chunks:  # this program computes the state after a span
         span = number - num_chunks
         count = tl.load(spans + span * span_stride + 3 * field_stride)
         kept = tl.arange(0, KEPT_BLOCK)

@@ -1,10 +1,10 @@
 """The gated delta rule in Triton.
 
-Chains of spans are defined in `triton_spans.py`. Short chains (decoded tokens, draft tokens) are computed token by
-token; each program keeps some columns of one head's state in registers. Long chains are computed in chunks by two
-kernels. The first kernel solves the triangular systems of all chunks in parallel (arXiv 2412.06464). The second kernel
-passes the state from chunk to chunk, with four matrix products per chunk. Products of 16-bit inputs accumulate in
-float32. Kernels hold states in float32.
+A chain is a list of spans that one program computes in order (`triton_spans.py`). Short chains (decoded tokens, draft
+tokens) are computed token by token; each program keeps some columns of one head's state in registers. Long chains are
+computed in chunks by two kernels. The first kernel solves the triangular systems of all chunks in parallel (arXiv
+2412.06464). The second kernel passes the state from chunk to chunk, with four matrix products per chunk. Products of
+16-bit inputs accumulate in float32. Kernels hold states in float32.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -230,10 +230,12 @@ def _prepare_kernel(
     b,  # [T, HEADS]
     rate,  # [HEADS]
     shift,  # [HEADS]
-    values,  # [T, HEADS, E], the chunk's updates if the state before the chunk were 0
-    keys,  # [T, HEADS, D]; their products with the state before the chunk are subtracted from `values`
-    scores,  # [T, HEADS, CHUNK], weights of the chunk's updates in each token's result
-    factors,  # [3, HEADS, T]: factors of query @ state, of the update in the next state, of the old state
+    values,  # [T, HEADS, E], the tokens' updates if the state before the chunk were 0
+    keys,  # [T, HEADS, D]; the tokens' updates are values - keys @ (state before the chunk)
+    scores,  # [T, HEADS, CHUNK], weight of each update of the chunk in the token's result
+    # [3, HEADS, T]: factors of query @ (state before the chunk) in the token's result, of the token's update in the
+    # state after the chunk, and of the state before the chunk in the state after it
+    factors,
     chunks,  # [., 2]
     spans,  # [S, 4]
     links,  # [S, COLUMNS]

@@ -1,9 +1,9 @@
 """The selective scan of Mamba 2 in Triton.
 
-Chains of spans are defined in `triton_spans.py`. Short chains (decoded tokens, draft tokens) are computed token by
-token; each program keeps some columns of one head's state in registers. Long chains are computed in chunks: matrix
-products compute a chunk's results and pass the state to the next chunk (arXiv 2405.21060). Products of 16-bit inputs
-accumulate in float32. Kernels hold states in float32.
+A chain is a list of spans that one program computes in order (`triton_spans.py`). Short chains (decoded tokens, draft
+tokens) are computed token by token; each program keeps some columns of one head's state in registers. Long chains are
+computed in chunks: matrix products compute a chunk's results and the state for the next chunk (arXiv 2405.21060).
+Products of 16-bit inputs accumulate in float32. Kernels hold states in float32.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -83,7 +83,7 @@ def scan(
 
 @triton.jit
 def _times(dt, inside, shift, low, high):
-    """Return the time step of each token, or 0 where `inside` is false. `dt` points to the tokens' values."""
+    """Return the time step of each token, or 0 where `inside` is false. `dt` are pointers to the tokens' values."""
     time = softplus(tl.load(dt, mask=inside, other=0.0).to(tl.float32) + shift)
     return tl.where(inside, tl.minimum(tl.maximum(time, low), high), 0.0)
 

@@ -1,9 +1,9 @@
 """Order of the spans of a step, computed on the GPU once per step and read by the kernels of all layers.
 
-The spans of one row are consecutive: each continues from the state that the previous span wrote. Such a sequence of
-spans is a *run*. A *chain* is a set of spans that one program computes in order, because they share a state slot that
-one of them writes. A run that shares slots with no other run is a chain. All other runs of the step together are one
-chain. Different chains are computed in parallel.
+The spans of one row are a *run*: they are consecutive, and each span continues from the state that the previous span
+wrote. Runs that use the same slot must be computed in order if one of them writes the slot. A *chain* is a list of
+spans that one program computes in order; different chains are computed in parallel. A run that shares no written slot
+with another run is a chain. All other runs of the step together are one chain.
 
 The host reads no spans, and grids depend only on shapes, so a CUDA graph can capture all launches.
 """
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from ops.recurrence import Segments, independent
 
-SHORT = 16  # a chain is long if one of its spans has more tokens
+SHORT = 16  # a chain is long if one of its spans has more tokens than this
 SPANS_BLOCK = 64
 
 # Columns of `Links.links`. `tl.constexpr` makes them readable in kernels.
 BEFORE = tl.constexpr(0)  # the last earlier span that writes the slot that this span reads, or -1
 NEXT = tl.constexpr(1)  # the next span of the chain, or -1
-KIND = tl.constexpr(2)  # 0: not the first span of a chain; 1: first span of a short chain; 2: of a long chain
+KIND = tl.constexpr(2)  # 1: first span of a short chain; 2: first span of a long chain; 0: any other span
 LAST = tl.constexpr(3)  # whether no later span writes the same slot
 LONG = tl.constexpr(4)  # whether the span belongs to a long chain
 CHAIN = tl.constexpr(5)  # number of the chain
 RUN = tl.constexpr(6)  # number of the run, from 1
-SHARED = tl.constexpr(7)  # whether the span shares a written slot with another run
+SHARED = tl.constexpr(7)  # whether the span uses the same slot as a span of another run, and one of the two writes it
 COLUMNS = tl.constexpr(8)
 
 
@@ -41,13 +41,14 @@ class Links:
     """The order of a step's spans, on the device."""
 
     links: Tensor  # int32 [S, COLUMNS]; not read if `single`
-    chunks: Tensor  # int32 [S + T // chunk, 2]: span, and offset of the chunk's first token in the span; -1: no chunk
+    # int32 [S + T // chunk, 2], for each chunk: its span (-1: unused), and the offset of its first token in the span
+    chunks: Tensor
     single: bool  # whether all spans have one token and are independent
     may_be_long: bool  # whether the step may have long chains
 
 
 def links_of(segments: Segments, num_tokens: int, chunk: int) -> Links:
-    """Return the order of the spans, for chunks of `chunk` tokens. It is computed once per step and chunk size."""
+    """Return the order of the spans, and their chunks of `chunk` tokens. Computed once per step and chunk size."""
     if chunk not in segments.plans:
         segments.plans[chunk] = _links(segments, num_tokens, chunk)
     return segments.plans[chunk]
@@ -88,7 +89,7 @@ def _link(links, index, column: tl.constexpr, num_spans):
     return tl.load(links + index * COLUMNS + column, mask=index < num_spans, other=0)
 
 
-# These arguments vary between steps. Specialised, Triton would compile further kernels for 1 and multiples of 16.
+# These arguments vary between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_spans", "num_chunks", "span_stride", "field_stride"])
 def _link_kernel(
     spans,  # [num_spans, 4]: slot to read, slot to write, first token, number of tokens
@@ -108,7 +109,7 @@ def _link_kernel(
         tl.store(chunks + (base + lanes) * 2 + 1, 0, mask=base + lanes < num_chunks)
 
     num_runs = 0
-    for base in range(0, num_spans, BLOCK):  # links between spans, and runs
+    for base in range(0, num_spans, BLOCK):  # the columns BEFORE, LAST and RUN
         own = base + lanes
         read = _field(spans, own, 0, span_stride, field_stride, num_spans, -1)
         write = _field(spans, own, 1, span_stride, field_stride, num_spans, -2)
@@ -130,7 +131,7 @@ def _link_kernel(
         tl.store(links + own * COLUMNS + RUN, run, mask=inside)
     tl.debug_barrier()
 
-    for base in range(0, num_spans, BLOCK):  # spans that share a written slot with another run
+    for base in range(0, num_spans, BLOCK):  # the column SHARED
         own = base + lanes
         read = _field(spans, own, 0, span_stride, field_stride, num_spans, -1)
         write = _field(spans, own, 1, span_stride, field_stride, num_spans, -2)
@@ -146,7 +147,7 @@ def _link_kernel(
         tl.store(links + own * COLUMNS + SHARED, shared, mask=own < num_spans)
     tl.debug_barrier()
 
-    for base in range(0, num_spans, BLOCK):  # chains: 0 for all runs that share slots, else the run's number
+    for base in range(0, num_spans, BLOCK):  # the column CHAIN: 0 for all runs that share slots, else the run's number
         own = base + lanes
         run = _link(links, own, RUN, num_spans)
         shared = tl.zeros([BLOCK], tl.int32)
@@ -158,7 +159,7 @@ def _link_kernel(
         tl.store(links + own * COLUMNS + CHAIN, tl.where(shared == 1, 0, run), mask=own < num_spans)
     tl.debug_barrier()
 
-    for base in range(0, num_spans, BLOCK):  # the order within chains, and the chunks
+    for base in range(0, num_spans, BLOCK):  # the columns NEXT, KIND and LONG, and the chunks
         own = base + lanes
         chain = _link(links, own, CHAIN, num_spans)
         count = _field(spans, own, 3, span_stride, field_stride, num_spans, 0)

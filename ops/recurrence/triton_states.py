@@ -13,12 +13,12 @@ from ops.recurrence import Segments
 
 CHUNK = 64  # tokens per chunk of 16-bit inputs
 SMALL_CHUNK = 16  # tokens per chunk of float32 inputs and of large states, whose tiles take more memory
-LARGE_STATE = 128  # states with more rows are large: their chunks are small
+LARGE_STATE = 128  # states with more rows than this are large, and have chunks of SMALL_CHUNK tokens
 COLUMNS_BLOCK = 32  # columns of a state per program
 
 
 def with_heads(x: Tensor) -> Tensor:
-    """Return x [T, H, D] with contiguous heads. The stride between tokens may be any."""
+    """Return x [T, H, D] with contiguous heads, copied if necessary. The stride between tokens is arbitrary."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -52,7 +52,7 @@ def scratch_slot(pool: Tensor, segments: Segments) -> int:
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)), accurate for small results too."""
+    """Return log(1 + exp(x)) with a small relative error, also if the result is small."""
     grown = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + grown
     exact = tl.where(above == 1.0, grown, tl.log(above) * (grown / tl.where(above == 1.0, 1.0, above - 1.0)))
@@ -61,6 +61,6 @@ def softplus(x):
 
 @triton.jit
 def log_decay(gates, inside, rate, shift):
-    """Return the logarithm of each token's decay, or 0 where `inside` is false. `gates` points to their values."""
+    """Return the logarithm of each token's decay, or 0 where `inside` is false. `gates` are pointers to `a`."""
     time = softplus(tl.load(gates, mask=inside, other=0.0).to(tl.float32) + shift)
     return tl.where(inside, -tl.exp(rate) * time, 0.0)

@@ -1,6 +1,6 @@
 """Recurrent layers in C++ (`ops/cpp/source/recurrence.h`).
 
-They compute token by token, so a result does not depend on how a sequence is divided into steps.
+The kernels compute token by token, so results do not depend on how a sequence is divided into steps.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _recur(
     pool: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """Add the operands that both operations share, and launch the kernel."""
+    """Set the operands that `delta_rule` and `scan` share, launch the kernel, and return its output."""
     q, k, v, a = contiguous_tokens(q), contiguous_tokens(k), contiguous_tokens(v), contiguous_tokens(a)
     out = launcher.empty(v.shape, v.dtype)
     operands.q, operands.k, operands.v, operands.a = address(q), address(k), address(v), address(a)
