@@ -185,13 +185,15 @@ async def _body(parts: Any, path: str, headers: Mapping[bytes, bytes]) -> AsyncI
     If the replica ends during a stream of events or lines, the stream ends with an error in the format of the request's
     API. Any other body is cut off, which the client detects by its length.
     """
+    last = b""
     try:
         async for part in parts:
+            last = part
             yield part
     except (RayActorError, RayTaskError):
         logger.warning("A replica ended during an answer.")
         if not headers.get(b"content-type", b"").decode("latin-1").startswith(STREAMS):
             raise
-        yield error_end(path, Failure(503, KIND, LOST))
+        yield error_end(path, Failure(503, KIND, LOST), last)
     finally:
         parts.cancel()  # does nothing after the end of the answer

@@ -76,3 +76,24 @@ async def test_a_replica_takes_no_request_for_one_of_its_machine() -> None:
     assert not access.admit(seen, RouteScope.USER).is_admin
     with pytest.raises(Forbidden):
         access.admit(seen, RouteScope.ADMIN)
+
+
+async def test_the_error_of_a_lost_replica_is_numbered_after_its_last_event() -> None:
+    from ray.exceptions import ActorDiedError  # pyright: ignore[reportMissingImports]
+
+    from serve.on_ray.ingress import _body
+
+    class Parts:
+        is_cancelled = False
+
+        def cancel(self) -> None:
+            self.is_cancelled = True
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield b'data: {"sequence_number":41}\n\n'
+            raise ActorDiedError
+
+    parts, headers = Parts(), {b"content-type": b"text/event-stream; charset=utf-8"}
+    *_, error = [part async for part in _body(parts, "/v1/responses", headers)]
+    assert b'"sequence_number":42,' in error
+    assert parts.is_cancelled
