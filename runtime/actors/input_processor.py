@@ -395,7 +395,7 @@ def _check_embedding(request: Request) -> None:
 def namespace_of(request: Request) -> Hashable:
     """Return the key that separates prefix trees.
 
-    It contains all that changes the KV of equal tokens: adapter and row values.
+    The key contains everything that changes the KV of equal tokens: adapter and row values.
     """
     if not request.row_values and request.adapter is None:
         return request.namespace

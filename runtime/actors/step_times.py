@@ -131,7 +131,7 @@ class StepTimes:
 def _mean(before: float | None, newest: float) -> float:
     """Return the updated average.
 
-    It rises fast and falls slowly, because the watchdog's false alarms are worse than late ones.
+    The average rises fast and falls slowly, because the watchdog's false alarms are worse than late ones.
     """
     if before is None:
         return newest

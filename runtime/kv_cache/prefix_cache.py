@@ -12,8 +12,8 @@ each batch has its own copy of the page table:
 - A page in the tree is never written again. Only full pages of tokens that the host knows enter the tree. A step in
   flight that overruns the end of a sequence writes only later positions.
 - If the tree already contains tokens that a sequence computed, the sequence's page list switches to the tree's pages.
-  This step or an earlier one writes them. The sequence's own pages for these tokens (`Duplicates`) are freed when the
-  batch that writes them is complete, so no other row of this batch can get them.
+  The current step or an earlier one writes these pages. The sequence's own pages for these tokens (`Duplicates`) are
+  freed when the batch that writes them is complete, so no other row of this batch can get them.
 """
 
 from __future__ import annotations

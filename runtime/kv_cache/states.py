@@ -82,7 +82,7 @@ class StateKind(CacheKind):
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
-        """Return the number of slots: one for the zeros, plus the configured number or one from the plan."""
+        """Return the number of slots: one for the zeros, plus the configured or planned number."""
         if plan.cache.max_states is not None:
             return 1 + plan.cache.max_states
         spec = next(iter(specs.values()))

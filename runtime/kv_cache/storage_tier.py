@@ -317,7 +317,7 @@ class StorageTier:
     def _pays(self, count: int) -> bool:
         """Return whether to load `count` pages.
 
-        They are loaded if this seems faster than computing their tokens, or if the speed of loads must be measured
+        Pages are loaded if this seems faster than computing their tokens, or if the speed of loads must be measured
         (again).
         """
         compute_s = self._host.compute_s

@@ -57,7 +57,7 @@ def branches_of(
 
 
 def page_copies(branches: Iterable[tuple[Sequence, int, Branch]], size: int) -> list[PageCopy]:
-    """Return a copy of the trunk's tokens that precede each branch within the branch's first page.
+    """Return the page copies after which each branch's first page has the tokens before the branch.
 
     Each branch comes with its sequence and with the first position of the sequence's row.
     """

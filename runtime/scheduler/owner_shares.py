@@ -29,8 +29,8 @@ class OwnerShares:
     def yields(self, giver: str, taker: str, counts: Mapping[str, int]) -> bool:
         """Return whether `giver` should give a row to `taker`.
 
-        `counts` has the current number of sequences of each owner. It should if its share after this is still at least
-        the taker's share after this. Two owners thus never pass a row back and forth.
+        The giver should if its share afterwards is still at least the taker's share. Two owners thus never pass a row
+        back and forth. `counts` has the current number of sequences of each owner.
         """
         return self.of(giver, counts.get(giver, 0) - 1) >= self.of(taker, counts.get(taker, 0) + 1)
 

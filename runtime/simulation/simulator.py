@@ -45,7 +45,7 @@ class Simulator:
     ) -> None:
         """Create the simulator. With `skips`, many equal decode steps are advanced at once.
 
-        This changes only how long the simulation takes, not its results.
+        `skips` changes only how long the simulation takes, not its results.
         """
         self.scheduler = Scheduler(plan, cache, vocab_size=vocab_size, context_length=context_length)
         self.outcome = Outcome()
@@ -242,7 +242,7 @@ class Simulator:
 def decode_batch(number: int, sequences: list[Sequence], steps_back: int) -> Batch:
     """Return the batch with decode rows that was launched `steps_back` steps ago; 1 is the last step.
 
-    It has no page table and no sampling parameters, because no model computes it.
+    The batch has no page table and no sampling parameters, because no model computes it.
     """
     starts = np.array([sequence.num_computed - steps_back for sequence in sequences], np.int32)
     rows = np.arange(len(sequences), dtype=np.int32)

@@ -30,7 +30,7 @@ VERSIONS_PER_LAYER = 8
 def compilable(kernels: Kernels) -> Kernels:
     """Return kernels for a model that torch.compile compiles.
 
-    It treats the `OPAQUE` ones as calls and does not trace them.
+    torch.compile calls the `OPAQUE` kernels, which use caches, without compiling them.
     """
     opaque: dict[str, Any] = {
         name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes a cache") for name in OPAQUE

@@ -206,7 +206,7 @@ def one_token_each(batch: Batch, rows: Ints, number: int, ids: Ints | None = Non
 def draft_sampling(batch: Batch, rows: Ints, number: int, own_rows: Ints, positions: Ints) -> Sampling:
     """Return the sampling parameters for draft token `number` (from 1) of these rows.
 
-    They equal the parameters of the target's token at the same position. `own_rows` and `positions` are the rows and
+    The parameters equal those of the target's token at the same position. `own_rows` and `positions` are the rows and
     the sampled positions in the draft model's own step.
     """
     target = batch.sampling

@@ -391,7 +391,7 @@ class StepExecutor:
     def end(self) -> Read[StepOutput]:
         """Enqueue the rest of the oldest step that `begin` started.
 
-        It consists of sampling, prompt log-probabilities, pooling and the copy to the host.
+        The rest is sampling, prompt log-probabilities, pooling and the copy to the host.
         """
         with self.profiled(self._begun[0].batch), self.enqueueing():
             begun = self._begun.popleft()
