@@ -37,8 +37,8 @@ NOTHING_ALLOWED = "The output cannot go on: the constraint of this request allow
 class HostData:
     """Changes to one row's logits before its token is chosen: `biases`, then `process`, then `bitmask`.
 
-    The object starts empty, and any thread may fill it once. The fields are valid only if `is_there` is set. It is
-    written last, and the GIL preserves the order of writes, so no lock is needed.
+    The object starts empty, and any thread may fill it once. The fields are valid only if `is_there` is set. `is_there`
+    is written last, and the GIL preserves the order of writes, so no lock is needed.
     """
 
     is_there = False

@@ -29,7 +29,7 @@ class Grammar:
     """A grammar that an output must match from its first token to its end.
 
     `source` is the text of a JSON schema, a regular expression, an EBNF grammar, a structural tag (JSON), a JSON list
-    of choices, or a grammar in llguidance's dialect of Lark. It is empty for any JSON object ("json_object").
+    of choices, or a grammar in llguidance's dialect of Lark. `source` is empty for any JSON object ("json_object").
     """
 
     kind: Kind

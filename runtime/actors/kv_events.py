@@ -2,8 +2,8 @@
 
 A message has three frames: the topic, the batch number from 0 (8 bytes, big-endian), and a batch in msgpack: [time,
 events, replica index]. A subscriber that missed batches sends the number of the first missing one to the replay
-address. It receives the batches from this number on that the publisher still keeps, as (number, batch), and then (-1,
-empty).
+address. The subscriber receives the batches from this number on that the publisher still keeps, as (number, batch), and
+then (-1, empty).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 class RequestTraces:
     """A `RequestObserver` that exports the spans of a request when the request ends.
 
-    The request's `traceparent` header names the parent span. OpenTelemetry sends the spans from a thread. It drops
-    spans that it cannot send in time. Raises `ConfigurationError` if the OpenTelemetry packages are missing.
+    The request's `traceparent` header names the parent span. OpenTelemetry sends the spans from a thread, and
+    drops spans that it cannot send in time. Raises `ConfigurationError` if the OpenTelemetry packages are missing.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -1,8 +1,8 @@
 """Pages that a prefill server offers to decode servers over TCP.
 
-Each rank of a prefill server keeps the pages of its prompts in memory (`OfferedPages`). It listens at the bootstrap
-port plus its rank. The same rank of a decode server (`PeerPages`) requests pages from the prefill servers that the plan
-names. Both implement `PageStore`, so pages move as they do to and from files, with checksums.
+Each rank of a prefill server keeps the pages of its prompts in memory (`OfferedPages`). The rank listens at the
+bootstrap port plus its number. The same rank of a decode server (`PeerPages`) requests pages from the prefill servers
+that the plan names. Both implement `PageStore`, so pages move as they do to and from files, with checksums.
 
 A connection begins with a greeting that names the space of the pages. A server therefore refuses a server with another
 model or page layout. After the greeting, each request consists of an operation and 32-byte keys:

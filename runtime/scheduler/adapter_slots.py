@@ -22,7 +22,7 @@ class AdapterSlots:
     """The adapter slots of the device, numbered from 1, and the adapters of the running sequences.
 
     A sequence whose adapter is in no slot waits until a slot has no users. Meanwhile the slot with the fewest users is
-    closed: no further sequence may use it. It is therefore free as soon as its current users have ended.
+    closed: no further sequence may use it. The slot is therefore free as soon as its current users have ended.
     """
 
     def __init__(self, num_slots: int, *, first_in_first_out: bool = False) -> None:

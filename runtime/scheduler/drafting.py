@@ -22,8 +22,8 @@ class Drafting:
     """Collects draft tokens from the drafters of running sequences, and allocates pages for them.
 
     While a row with draft tokens is in flight, only the device knows how many are accepted, and so where the sequence's
-    next row begins. Meanwhile the sequence may be in at most one further step (`may_follow`). Its row in this step has
-    draft tokens only if a draft model proposes them on the device. Other sequences are not affected.
+    next row begins. Meanwhile the sequence may be in at most one further step (`may_follow`). The sequence's row in
+    this step has draft tokens only if a draft model proposes them on the device. Other sequences are not affected.
 
     A sequence with a constraint waits for the result of its draft tokens, because its next mask depends on them. It
     gets no draft tokens if its constraint cannot compute masks after draft tokens (a logits processor), or if a cache

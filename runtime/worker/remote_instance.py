@@ -1,8 +1,8 @@
 """Copies the weights of a running server to a server that starts (--load-format remote_instance).
 
 Each rank of the new server forms a process group of two with the same rank of the running server, on its own port. The
-running server's rank is rank 0 of this group. It first sends a digest of its parameters' names and layouts. If the new
-server's digest is equal, it then sends the bytes of all parameters, in the layout that kernels read.
+running server's rank is rank 0 of this group. Rank 0 first sends a digest of its parameters' names and layouts. If the
+new server's digest is equal, rank 0 then sends the bytes of all parameters, in the layout that kernels read.
 """
 
 from __future__ import annotations
