@@ -249,6 +249,7 @@ class _ReplicaLoader:
                     loads=plan.cache.storage != "prefill",
                     # Load even if computing is faster: prompts would delay running requests.
                     loads_slow=plan.cache.storage == "decode",
+                    is_awaited=plan.cache.storage == "prefill",
                 )
         return prefixes
 

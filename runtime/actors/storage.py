@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -130,6 +130,8 @@ class Storage:
 
     def notify(self) -> None:
         """Check for pages to move. Called after steps, when the launched batches contain all pending copies."""
+        if self._tier.is_awaited and self._tier.attached:
+            self._push_copies()  # before the next step is launched, so that they run before it
         if self._tier.attached and (self._tier.has_work or self._scheduler.has_copies):
             self._work.set()
             self._save_work.set()
@@ -244,32 +246,41 @@ class Storage:
         return FIRST_WAIT_S if page_s is None else page_s * (len(wanted.keys) - wanted.first)
 
     async def _fetch(self, wanted: Wanted) -> None:
+        """Load the wanted pages that the store has. If they arrive in parts, load each part at once."""
         store = self._store
         if store is None or not self._tier.attached:
             return
-        try:
-            num_found = await self._found(store, wanted)
-        except Exception as error:  # the store may be the user's own class
-            logger.warning("Storage failed: %s: %s", type(error).__name__, error)
-            num_found = 0
-        if not self._tier.attached:
-            return
-        copied = self._push_copies()
-        if not self._tier.begin_load(wanted, num_found):
-            await _end_of(copied)
-            return
-        began_s, count = time.monotonic(), 0
-        keys = wanted.keys[wanted.first : wanted.first + len(wanted.pages)]
-        try:
-            answers = await self._move("load_pages", keys, wanted.pages)
-            count = min(answer["count"] for answer in answers)
-            self._tier.note_corrupt(sum(answer["corrupt"] for answer in answers))
-        finally:
-            self._tier.end_load(wanted, count, time.monotonic() - began_s)
-        await _end_of(copied)
+        async with aclosing(self._arrivals(store, wanted)) as arrivals:
+            while True:
+                try:
+                    num_found, num_awaited = await anext(arrivals)
+                except Exception as error:  # the store may be the user's own class
+                    logger.warning("Storage failed: %s: %s", type(error).__name__, error)
+                    num_found = num_awaited = 0
+                if not self._tier.attached:
+                    return
+                arrived = await self._load_found(wanted, num_found, num_awaited)
+                if not (arrived and num_awaited):
+                    self._tier.note_missed(num_awaited)
+                    return
 
-    async def _found(self, store: PageStore, wanted: Wanted) -> int:
-        """Return how many of the wanted pages the store has.
+    async def _load_found(self, wanted: Wanted, num_found: int, num_awaited: int) -> bool:
+        """Load the next `num_found` pages. Return whether the host tier has all of them."""
+        copied, end = self._push_copies(), wanted.first + num_found
+        if self._tier.begin_load(wanted, num_found, num_awaited):
+            began_s, count = time.monotonic(), 0
+            keys = wanted.keys[wanted.first : wanted.first + len(wanted.pages)]
+            try:
+                answers = await self._move("load_pages", keys, wanted.pages)
+                count = min(answer["count"] for answer in answers)
+                self._tier.note_corrupt(sum(answer["corrupt"] for answer in answers))
+            finally:
+                self._tier.end_load(wanted, count, time.monotonic() - began_s)
+        await _end_of(copied)
+        return wanted.is_current and wanted.first == end
+
+    async def _arrivals(self, store: PageStore, wanted: Wanted) -> AsyncGenerator[tuple[int, int]]:
+        """Yield how many of the next wanted pages the store has, and how many after them may still come.
 
         If a prefill server computes the prompt, first wait for all its pages. The wait ends early if the prefill server
         stops working on the prompt or no request needs it. With other stores, the client's header that announces a
@@ -279,8 +290,9 @@ class Storage:
         is_watched = self._plan.cache.storage == "decode" and isinstance(store, WatchedStore)
         prompt = prompt_keys(wanted.sequences[0], self._plan.cache.page_size)[-1:] if is_watched else []
         if not isinstance(store, WatchedStore) or not prompt or not self._is_prefilled(wanted):
-            return await anyio.to_thread.run_sync(store.exists, keys, limiter=self._looking_up)
-        number, changed_s = 0, time.monotonic()
+            yield await anyio.to_thread.run_sync(store.exists, keys, limiter=self._looking_up), 0
+            return
+        number, told, changed_s = 0, 0, time.monotonic()  # pages found, and yielded
         while True:
             asked = keys[number : number + WATCHED_AT_ONCE]
             more, state = await anyio.to_thread.run_sync(store.watch, prompt[0], asked, limiter=self._looking_up)
@@ -289,14 +301,19 @@ class Storage:
             if more or (state == PromptState.PENDING and waited_s > STALL_S):
                 changed_s = time.monotonic()
             if number == len(keys) or not self._tier.attached or not self._is_prefilled(wanted):
-                return number
+                break
             if more == len(asked):  # further pages may be there
                 continue
             if state == PromptState.ENDED or (state == PromptState.UNKNOWN and waited_s > STALL_S):
                 logger.warning("A prefill server sent %d of %d pages; the rest is computed.", number, len(keys))
-                return number
+                break
+            if number > told:
+                yield number - told, len(keys) - number
+                told = number
+                continue
             poll_s = min(max(MIN_POLL_S, waited_s * POLL_SHARE), MAX_POLL_S)
             await asyncio.sleep(max(poll_s, self._num_moving * LOOKUP_S))
+        yield number - told, 0
 
     def _is_prefilled(self, wanted: Wanted) -> bool:
         """Return whether a waiting request expects these pages from a prefill server."""

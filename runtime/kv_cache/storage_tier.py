@@ -71,13 +71,15 @@ class StorageTier:
         saves: bool = True,
         loads: bool = True,
         loads_slow: bool = False,
+        is_awaited: bool = False,
     ) -> None:
         """Create the tier of `host`. With `waits`, a sequence is not admitted while its pages are loaded.
 
         A prefix is looked up only if it has at least `min_pages` missing pages. `saves` and `loads` say whether pages
         are written to the store and read from it. With `loads_slow`, pages are loaded even if computing them seems
-        faster.
+        faster. With `is_awaited`, other servers wait for the saved pages, so pages are saved after each step.
         """
+        self.is_awaited = is_awaited
         self._saves, self._loads, self._loads_slow = saves, loads, loads_slow
         self.attached = False
         self.saving: dict[bytes, Entry] = {}  # pages that running saves read, by key
@@ -87,7 +89,9 @@ class StorageTier:
         self._waits = waits
         self._min_pages = min_pages
         self._new: dict[bytes, Entry] = {}  # pages that the batch being built copies to the host
-        self._pushed: list[dict[bytes, Entry]] = []  # pages that copies outside a batch write to the host
+        # Pages that copies outside a batch write to the host: (number of the last step before the copies, entries).
+        self._pushed: list[tuple[int, dict[bytes, Entry]]] = []
+        self._last_filled = self._last_applied = -1  # step numbers
         # Pages that the steps in flight copy to the host: (step number, entries).
         self._copied: deque[tuple[int, dict[bytes, Entry]]] = deque()
         self._ready: dict[bytes, Entry] = {}  # pages that wait to be saved
@@ -132,25 +136,33 @@ class StorageTier:
     def take_new(self) -> dict[bytes, Entry]:
         """Return and clear the pages whose copies are in no batch yet. Call `settle` when these copies have ended."""
         new, self._new = self._new, {}
-        self._pushed.append(new)
+        self._pushed.append((self._last_filled, new))
         return new
 
     def settle(self, new: dict[bytes, Entry], *, succeeded: bool = True) -> None:
-        """Record the end of copies that ran outside a batch (see `take_new`). They are saved only if they succeeded."""
-        self._pushed = [each for each in self._pushed if each is not new]
-        if succeeded:
-            self._ready.update(new)
+        """Record the end of copies that ran outside a batch (see `take_new`). They are saved only if they succeeded.
+
+        They are saved after the steps before the copies have succeeded, because these steps computed the pages.
+        """
+        number = next((number for number, each in self._pushed if each is new), -1)
+        self._pushed = [pushed for pushed in self._pushed if pushed[1] is not new]
+        if succeeded and number <= self._last_applied:
+            self._ready.update(_in_order(new))
+        elif succeeded:
+            self._copied.append((number, new))
 
     def filled(self, number: int) -> None:
         """Record that all copies since the last call are part of batch `number`."""
+        self._last_filled = number
         if self._new:
             self._copied.append((number, self._new))
             self._new = {}
 
     def applied(self, number: int) -> None:
         """Record that step `number` and all steps before it have succeeded. The pages that they copied can be saved."""
+        self._last_applied = number
         while self._copied and self._copied[0][0] <= number:
-            self._ready.update(self._copied.popleft()[1])
+            self._ready.update(_in_order(self._copied.popleft()[1]))
         while len(self._ready) > MAX_READY:
             del self._ready[next(iter(self._ready))]
 
@@ -180,7 +192,7 @@ class StorageTier:
 
     def drop_unsaved(self) -> None:
         """Forget all pages that wait to be saved."""
-        for pages in (self._new, self._copied, self._ready, *self._pushed):
+        for pages in (self._new, self._copied, self._ready, *(each for _, each in self._pushed)):
             pages.clear()
 
     def want(self, sequence: Sequence, num_pages: int, limit: int) -> None:
@@ -209,7 +221,7 @@ class StorageTier:
     def has_leaving(self, keys: Set[bytes]) -> bool:
         """Return whether one of these pages will be saved to the store or is being saved."""
         steps = (entries for _, entries in self._copied)
-        moving = (self._ready, self.saving, self._new, *self._pushed, *steps)
+        moving = (self._ready, self.saving, self._new, *(each for _, each in self._pushed), *steps)
         if not all(entries.keys().isdisjoint(keys) for entries in moving):
             return True
         return self.attached and self._saves and self._host.has_waiting(keys)
@@ -223,16 +235,17 @@ class StorageTier:
         """Return and remove the oldest lookup, or return None."""
         return self._wanted.pop(next(iter(self._wanted))) if self._wanted else None
 
-    def begin_load(self, wanted: Wanted, num_found: int) -> bool:
-        """Reserve host pages for the `num_found` pages that the store has. Return False if they are not worth loading.
+    def begin_load(self, wanted: Wanted, num_found: int, num_awaited: int = 0) -> bool:
+        """Reserve host pages for the next `num_found` pages, which the store has. Return False if nothing is loaded.
 
-        Sets `wanted.pages`. Call it only while no copy of host pages is pending.
+        The last `num_awaited` pages of the prefix may come later, so they do not count as missed. Sets `wanted.pages`.
+        Call it only while no copy of host pages is pending.
         """
         host = self._host
         while num_found and wanted.keys[wanted.first] in host:  # the page was computed or loaded meanwhile
             wanted.first += 1
             num_found -= 1
-        self._note(num_missed=len(wanted.keys) - wanted.first - num_found)
+        self._note(num_missed=len(wanted.keys) - wanted.first - num_found - num_awaited)
         count = min(num_found, int(host.counts.num_pages * LOADED_SHARE))
         if not count or not self._pays(count):
             return False
@@ -266,7 +279,12 @@ class StorageTier:
         host.free_pages(pages[count:])
         if count:
             host.touch(wanted.keys[wanted.first + count - 1])
+        wanted.first += count
         self._note(num_loaded=count, num_missed=len(pages) - count)
+
+    def note_missed(self, num_missed: int) -> None:
+        """Count pages that were expected from the store, but are not loaded any more."""
+        self._note(num_missed=num_missed)
 
     def release(self, wanted: Wanted) -> None:
         """Let the sequences that wait for a lookup be admitted."""
@@ -332,3 +350,8 @@ class StorageTier:
     def _note(self, **more: int) -> None:
         values = self._counts._asdict()
         self._counts = self._counts._replace(**{name: values[name] + value for name, value in more.items()})
+
+
+def _in_order(entries: dict[bytes, Entry]) -> list[tuple[bytes, Entry]]:
+    """Return entries from the start of their prefixes on. The host tier writes the last page of a prefix first."""
+    return sorted(entries.items(), key=lambda item: item[1].index)

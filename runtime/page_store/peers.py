@@ -25,7 +25,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from runtime.errors import ConfigurationError
 from runtime.page_store.protocol import StoreSpace
@@ -66,6 +67,9 @@ def greeting(space: StoreSpace) -> bytes:
 class OfferedPages:
     """The pages that one rank of a prefill server offers. If memory is short, the oldest are dropped. A `PageStore`."""
 
+    # The open stores of this process, by address. Decode replicas read them without connections.
+    in_process: ClassVar[WeakValueDictionary[tuple[str, int], OfferedPages]] = WeakValueDictionary()
+
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
         """Start to listen at the rank's port. If `space.page_bytes` is 0 (a store only for lookups), do not listen.
 
@@ -78,14 +82,17 @@ class OfferedPages:
         self._ended: OrderedDict[bytes, float] = OrderedDict()  # last key of a prompt -> time at which it ended
         self._lock = threading.Lock()
         self._server: _Server | None = None
+        self.greeting = greeting(space)  # names the space of the pages
         if space.page_bytes:
             address = (str(config["host"]), int(config["port"]) + space.rank)
             try:
-                self._server = _Server(address, self, greeting(space))
+                self._server = _Server(address, self, self.greeting)
             except OSError as error:
                 raise ConfigurationError(
                     f"--disaggregation-bootstrap-port: {address[0]}:{address[1]} cannot be used: {error.strerror}."
                 ) from error
+            self._address = address
+            self.in_process[address] = self
             threading.Thread(target=self._server.serve_forever, name="penstock-offer", daemon=True).start()
 
     def exists(self, keys: Sequence[bytes]) -> int:
@@ -125,7 +132,7 @@ class OfferedPages:
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         page = self.page(key)
-        return page is not None and _spread(page, parts)
+        return page is not None and _spread(memoryview(page), parts)
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
         page = b"".join(parts)
@@ -147,6 +154,7 @@ class OfferedPages:
 
     def close(self) -> None:
         if self._server is not None:
+            self.in_process.pop(self._address, None)
             self._server.shutdown()
             self._server.server_close()
             self._server.close_connections()
@@ -281,10 +289,14 @@ class PeerPages:
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._silent: dict[tuple[str, int], float] = {}  # peers that did not answer, and when to try them again
         self._last: tuple[str, int] | None = None  # the prefill server that supplied the last page
+        self._in_process = bool(config.get("in_process"))  # whether the peers may be replicas of this process
 
     def exists(self, keys: Sequence[bytes]) -> int:
         best = 0
         for peer in self._peers:
+            if (local := self._local(peer)) is not None:
+                best = max(best, local.exists(keys))
+                continue
             with self._using(peer):
                 best = max(best, self._ask(peer, EXISTS, keys[:MAX_KEYS]))
         return best
@@ -296,6 +308,10 @@ class PeerPages:
         """
         best, states = 0, set[int]()
         for peer in self._peers:
+            if (local := self._local(peer)) is not None:
+                states.add(local.prompt_state(prompt))  # before its pages are counted
+                best = max(best, local.exists(keys))
+                continue
             with self._using(peer):
                 count = self._ask(peer, WATCH, [prompt, *keys[: MAX_KEYS - 1]])
                 states.add(_read(self._open[peer], 1)[0])
@@ -313,6 +329,10 @@ class PeerPages:
             return 0
         count = 0
         for peer in sorted(self._peers, key=lambda each: each != self._last):
+            if (local := self._local(peer)) is not None:
+                while count < len(keys) and local.get(keys[count], pages[count]):
+                    count += 1
+                continue
             with self._using(peer):
                 before, count = count, self._read_pages(peer, keys, pages, count)
                 if count > before:
@@ -320,6 +340,11 @@ class PeerPages:
             if count == len(keys):
                 break
         return count
+
+    def _local(self, peer: tuple[str, int]) -> OfferedPages | None:
+        """Return the pages of a replica of this process that has this address, or None."""
+        offered = OfferedPages.in_process.get(peer) if self._in_process else None
+        return offered if offered is not None and offered.greeting == greeting(self._space) else None
 
     def _read_pages(
         self, peer: tuple[str, int], keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]], first: int
@@ -437,7 +462,7 @@ def _read_into(connection: socket.socket, part: memoryview) -> None:
         start += count
 
 
-def _spread(page: bytes, parts: Sequence[memoryview]) -> bool:
+def _spread(page: memoryview, parts: Sequence[memoryview]) -> bool:
     """Copy a page into consecutive buffers. Return False if the page's size differs from the size of all buffers."""
     if len(page) != sum(len(part) for part in parts):
         return False

@@ -364,10 +364,10 @@ class Scheduler:
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Return and clear the page copies that wait for the next batch.
 
-        The caller must perform the copies before the next forward pass. If no sequence runs, all pages that still wait
-        for the host tier are included.
+        The caller must perform the copies before the next forward pass. If no sequence runs, or if other servers wait
+        for the pages, all pages that still wait for the host tier are included.
         """
-        if self._cache.tier is not None and not self._running:
+        if self._cache.tier is not None and self._writes_all:
             self._cache.tier.write_all()
         return self._cache.take_copies()
 
@@ -375,8 +375,13 @@ class Scheduler:
     def has_copies(self) -> bool:
         """Whether `take_copies` would return at least one copy."""
         return bool(self._cache.copies) or (
-            self._cache.tier is not None and not self._running and self._cache.tier.num_waiting > 0
+            self._cache.tier is not None and self._writes_all and self._cache.tier.num_waiting > 0
         )
+
+    @property
+    def _writes_all(self) -> bool:
+        """Whether pages are copied to the host tier at once, although a step may be delayed by this."""
+        return not self._running or (self.storage is not None and self.storage.is_awaited)
 
     def forget_adapter(self, adapter_id: int) -> None:
         """Empty the slot of an adapter, unless a sequence uses it."""

@@ -155,10 +155,10 @@ def plan_of_replica(plan: Plan, index: int) -> Plan:
         cache = replace(
             plan.cache, storage="prefill", storage_config=config | {"host": LOCAL_HOST, "port": ports[index]}
         )
-    else:
-        peers = [[LOCAL_HOST, port] for port in ports]
-        cache = replace(plan.cache, storage="decode", storage_config=config | {"peers": peers})
-    return replace(plan, cache=cache)
+        return replace(plan, cache=cache)
+    peers = [[LOCAL_HOST, port] for port in ports]
+    config |= {"peers": peers, "in_process": True}
+    return replace(plan, cache=replace(plan.cache, storage="decode", storage_config=config))
 
 
 def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:

@@ -33,9 +33,10 @@ async def test_a_failed_load_leaves_no_copy_unsettled() -> None:
 
     tier = SimpleNamespace(
         attached=True,
-        begin_load=lambda wanted, num_found: True,
+        begin_load=lambda wanted, num_found, num_awaited: True,
         end_load=lambda wanted, count, seconds: None,
         release=lambda wanted: None,
+        note_missed=lambda num_missed: None,
         settle=lambda pages, *, succeeded: settled.append((pages, succeeded)),
         take_new=lambda: new,
     )
@@ -75,7 +76,7 @@ class Prefilling:
         plan = SimpleNamespace(cache=SimpleNamespace(prefetch_policy="wait_complete", storage="decode", page_size=16))
         storage: Any = Storage(plan, "", "", SimpleNamespace(attached=True), self, None)  # type: ignore[arg-type]
         wanted: Any = SimpleNamespace(keys=[b"a", b"b"], first=0, sequences=[sequence])
-        return await storage._found(self, wanted)
+        return sum([number async for number, _ in storage._arrivals(self, wanted)])
 
 
 async def test_pages_of_aborted_requests_are_not_awaited() -> None:
@@ -109,7 +110,7 @@ async def test_a_slow_store_takes_no_threads_from_other_work() -> None:
     storage: Any = Storage(plan, "", "", SimpleNamespace(attached=True), None, None)  # type: ignore[arg-type]
     store: Any = SimpleNamespace(exists=lambda keys: answer.wait(60))
     wanted: Any = SimpleNamespace(keys=[b"a"], first=0, sequences=[])
-    lookups = [asyncio.ensure_future(storage._found(store, wanted)) for _ in range(8)]
+    lookups = [asyncio.ensure_future(anext(storage._arrivals(store, wanted))) for _ in range(8)]
     for _ in range(10):
         await asyncio.sleep(0)
     others = anyio.to_thread.current_default_thread_limiter().borrowed_tokens
@@ -199,7 +200,7 @@ async def test_a_prompt_ends_if_the_host_tier_drops_its_pages_before_they_are_sa
 class _Saving:
     """The pages of a storage tier that wait to be saved."""
 
-    attached, is_distrusting = True, False
+    attached, is_distrusting, is_awaited = True, False, False
 
     def __init__(self, num_ready: int) -> None:
         self.num_ready, self.is_leaving = num_ready, False

@@ -302,6 +302,29 @@ def test_pages_that_were_being_copied_when_the_store_was_cleared_are_not_saved()
     assert storage.take_save() is None
 
 
+def test_awaited_pages_are_saved_in_order_after_each_step_of_a_prompt():
+    """Also those of a prompt that still runs. Pages of a step that has not succeeded are not saved."""
+    drive = Drive(
+        make_plan(chunk_tokens=8),
+        num_tier_pages=16,
+        storage=lambda tier: StorageTier(tier, waits=False, is_awaited=True),
+    )
+    storage, scheduler = drive.cache.storage, drive.scheduler
+    assert storage is not None
+    storage.attach()
+    scheduler.add(make_sequence(prompts(1)[0]))
+    batch = scheduler.fill()
+    assert batch is not None
+    assert scheduler.num_running == 1
+    assert scheduler.take_copies(), "the pages of the first chunk"
+    storage.settle(storage.take_new())
+    assert storage.take_save() is None
+    storage.applied(batch.number)
+    save = storage.take_save()
+    assert save is not None
+    assert [entry.index for entry in save.entries.values()] == [0, 1]
+
+
 def test_evicted_pages_do_not_count_as_pinned():
     drive = Drive(num_pages=8, page_size=4, num_pinnable=8)
     pinned, *others = prompts(3, 17)
