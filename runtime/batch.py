@@ -103,6 +103,7 @@ class Batch:
     # Arrays of cache kinds other than pages (`CacheKind.step_arrays`), by kind and name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
     drafts: Drafts | None = None  # None: no row has draft tokens
+    read_by_drafter: bool = True  # whether the draft model or head, if there is one, takes part in this step
     # bool [B], rows that follow draft tokens which are not verified yet. Their `starts` are upper bounds: they are
     # exact if all draft tokens are accepted. The device reads the exact starts from its own table of lengths. None: all
     # starts are exact.

@@ -92,7 +92,8 @@ class BatchBuilder:
         if not step:
             return None
         tables = self._running.tables
-        batch = step.build(number, tables, self._cache, self._running.adapters)
+        read = not self._drafting.by_model or self._drafting.reads(step.sequences, step.num_drafted)
+        batch = step.build(number, tables, self._cache, self._running.adapters, read_by_drafter=read)
         # The pages of branches are freed after `build`, so that no other row of this batch gets them.
         if branch_pages := step.branch_pages:
             self._cache.free(branch_pages)

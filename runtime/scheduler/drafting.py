@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from runtime.batch import Batch
 from runtime.config.plan import SchedulerPlan
@@ -98,6 +98,24 @@ class Drafting:
                 left -= len(ids)
         return proposed
 
+    def reads(self, sequences: Iterable[Sequence], num_drafted: int) -> bool:
+        """Return whether the draft model takes part in a step with these sequences and `num_drafted` draft tokens.
+
+        While draft tokens do not pay off, it does not, so that steps cost the same as without it. Its cache then lacks
+        these sequences, and it proposes nothing more for them. The next trial is with new sequences. It does not take
+        part in trials of plain steps either. Its cache then lacks these few tokens, so its next drafts are worse.
+        """
+        if self._gain is None or num_drafted:
+            return True
+        if self._gain.measures_plain(len(self._running)):
+            return False
+        models = [each for each in sequences if each.drafter is not None and each.drafter.by_model]
+        if not self._gain.is_off(len(self._running)):
+            return bool(models)
+        for sequence in models:
+            sequence.drafter = sequence.drafter.lookup if isinstance(sequence.drafter, ChainDrafter) else None
+        return False
+
     def branch(self, proposed: Mapping[Sequence, list[int]]) -> dict[Sequence, list[Branch]]:
         """Return branches for sequences whose draft rows will be added next, and allocate the branches' pages."""
         if not self._branches or not proposed:
@@ -115,8 +133,11 @@ class Drafting:
     def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
         """Record an applied step, to measure whether draft tokens make steps faster. Steps with prompts are ignored."""
         if self._gain is not None and num_tokens and not batch.stats.num_prompt_tokens:
-            drafted = batch.drafts is not None
-            self._gain.note(len(self._running), drafted=drafted, num_tokens=num_tokens, seconds=seconds)
+            rows = len(self._running)
+            # A step that the draft model reads is slower, even if the model pauses.
+            paused = self.by_model and batch.read_by_drafter and self._gain.allows(rows)
+            drafted = batch.drafts is not None or paused
+            self._gain.note(rows, drafted=drafted, num_tokens=num_tokens, seconds=seconds)
 
     def may_follow(self, sequence: Sequence) -> bool:
         """Return whether a sequence with draft tokens in flight may have another row in the next step.

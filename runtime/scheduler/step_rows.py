@@ -83,6 +83,11 @@ class StepRows:
         return len(self._sequences)
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """The sequence of each row."""
+        return self._sequences
+
+    @property
     def full(self) -> bool:
         return self._max_rows is not None and len(self) >= self._max_rows
 
@@ -203,7 +208,15 @@ class StepRows:
         self.num_scored += last - first
         sequence.next_logprob = last
 
-    def build(self, number: int, tables: RequestTables, cache: PrefixCache, adapters: AdapterSlots) -> Batch:
+    def build(
+        self,
+        number: int,
+        tables: RequestTables,
+        cache: PrefixCache,
+        adapters: AdapterSlots,
+        *,
+        read_by_drafter: bool = True,
+    ) -> Batch:
         """Return the batch. It shares no memory with the tables."""
         indices = np.array([sequence.sequence_index for sequence in self._sequences], np.int32)
         starts = np.array(self._starts, np.int32)
@@ -253,6 +266,7 @@ class StepRows:
             mutual_spans=np.array(self._mutual_spans, np.int32) if self._mutual_spans else None,
             kinds={kind.name: kind.step_arrays(self._sequences, starts, counts, page_table) for kind in cache.kinds},
             drafts=None if drafts is None else drafts.arrays(),
+            read_by_drafter=read_by_drafter,
             unknown_starts=self._flags(self._unknown_starts) if self._unknown_starts else None,
             copies=copies,
             adapters=adapters.take_placements(),

@@ -14,16 +14,17 @@ class ChainDrafter:
     oldest draft tokens in flight can come from prompt lookup.
     """
 
-    __slots__ = ("_looked_up", "_lookup", "_model")
+    __slots__ = ("_looked_up", "_model", "lookup")
+    by_model = True  # whether the draft model must read the sequence's steps
 
     def __init__(self, lookup: NgramDrafter, model: ModelDrafter) -> None:
-        self._lookup, self._model = lookup, model
+        self.lookup, self._model = lookup, model
         self._looked_up = False  # whether the oldest draft tokens in flight come from prompt lookup
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
         """Return up to `limit` ids or placeholders that follow the known `ids` and `num_pending` pending tokens."""
         if num_pending <= 1:  # no draft tokens in flight
-            found = self._lookup.propose(ids, num_pending, limit)
+            found = self.lookup.propose(ids, num_pending, limit)
             self._looked_up = bool(found)
             if found:
                 return found
@@ -31,7 +32,7 @@ class ChainDrafter:
 
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
         """Return alternatives to the proposed draft tokens (see `alternatives` of the two drafters)."""
-        drafter = self._model if proposed[0] == DRAFT else self._lookup
+        drafter = self._model if proposed[0] == DRAFT else self.lookup
         return drafter.alternatives(proposed)
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
@@ -39,6 +40,6 @@ class ChainDrafter:
 
         `num_known` is the number of known tokens of the sequence.
         """
-        drafter = self._lookup if self._looked_up else self._model
+        drafter = self.lookup if self._looked_up else self._model
         self._looked_up = False
         drafter.note(num_proposed, num_accepted, num_known)

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 TRIAL = 8  # number of consecutive steps of one kind (with or without draft tokens) in a measurement
 # Shortest and longest number of steps until the slower kind is measured again.
-FIRST_INTERVAL, LONGEST_INTERVAL = 64, 1024
+FIRST_INTERVAL, LONGEST_INTERVAL = 64, 8192
+TRIAL_SHARE = 0.01  # maximum share of the time between two trials that a trial may lose
+FADED = 0.25  # when a new trial begins, the weight of the earlier steps of its kind is multiplied by this
 KEPT = 0.9  # with each further step of a kind, the weight of all its earlier steps is multiplied by this
 LONGEST = 4.0  # other work can delay a step, so it counts as at most this multiple of the average time
 
@@ -27,9 +29,20 @@ class Rate:
         self.seconds = KEPT * self.seconds + seconds
         self.weight = KEPT * self.weight + 1
 
+    def fade(self) -> None:
+        """Reduce the weight of all earlier steps."""
+        self.tokens, self.seconds, self.weight = (FADED * each for each in (self.tokens, self.seconds, self.weight))
+
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def lost_to(self, better: Rate) -> float:
+        """Return the time that a trial of this kind loses, as a number of steps of the better kind."""
+        if not better.seconds or not better.tokens:
+            return 0.0
+        steps = (self.seconds / better.seconds - self.tokens / better.tokens) * better.weight / self.weight
+        return max(TRIAL * steps, 0.0)
 
 
 @dataclass(slots=True)
@@ -43,13 +56,19 @@ class _Load:
     is_trial: bool = True  # whether the current steps are part of a measurement
     interval: int = FIRST_INTERVAL
 
+    @property
+    def is_off(self) -> bool:
+        """Whether draft tokens did not pay off, and are not tried now."""
+        return not self.allows and not self.is_trial
+
 
 class DraftGain:
     """Decides for each load whether steps may have draft tokens. A load is a number of rows, rounded to a power of two.
 
     Steps with draft tokens and plain steps (without) are measured in turn, `TRIAL` steps each. Between these trials,
-    all steps are of the faster kind. If the faster kind stays the same, the interval between trials doubles. A step
-    without a match has no draft tokens, so it counts as a plain step. Draft tokens are used if their tokens per second
+    all steps are of the faster kind. If the faster kind stays the same, the interval between trials doubles. It is
+    also so long that a trial loses at most `TRIAL_SHARE` of the time. A load begins without draft tokens if they do not
+    pay off at the next smaller known load, because larger steps gain less from them. A step without a match has no draft tokens, so it counts as a plain step. Draft tokens are used if their tokens per second
     exceed `min_gain` times those of plain steps.
     """
 
@@ -60,6 +79,17 @@ class DraftGain:
     def allows(self, num_rows: int) -> bool:
         """Return whether the next step with this number of rows may have draft tokens."""
         return self._load(num_rows).allows
+
+    def measures_plain(self, num_rows: int) -> bool:
+        """Return whether steps with this number of rows are a trial of plain steps."""
+        load = self._load(num_rows)
+        return load.is_trial and not load.allows
+
+    def is_off(self, num_rows: int) -> bool:
+        """Return whether a step with this number of rows has no draft tokens, and no other load needs them either."""
+        return self._load(num_rows).is_off and not any(
+            load.allows and not load.is_trial for load in self._loads.values()
+        )
 
     def note(self, num_rows: int, *, drafted: bool, num_tokens: int, seconds: float) -> None:
         """Record a step without prompts: whether it had draft tokens, its new tokens, and its time in seconds."""
@@ -72,14 +102,20 @@ class DraftGain:
             return
         if not load.is_trial or not load.plain.weight or not load.drafted.weight:
             load.allows, load.left, load.is_trial = not load.allows, TRIAL, True
+            (load.drafted if load.allows else load.plain).fade()
             return
         pays = load.drafted.tokens_per_s > self._min_gain * load.plain.tokens_per_s
         # This trial measured the kind that was slower before. If it is still slower, the next trial comes later.
         load.interval = min(2 * load.interval, LONGEST_INTERVAL) if pays != load.allows else FIRST_INTERVAL
+        lost = load.plain.lost_to(load.drafted) if pays else load.drafted.lost_to(load.plain)
+        load.interval = min(max(load.interval, int(lost / TRIAL_SHARE)), LONGEST_INTERVAL)
         load.allows, load.left, load.is_trial = pays, load.interval, False
 
     def _load(self, num_rows: int) -> _Load:
         size = num_rows.bit_length()
         if size not in self._loads:
-            self._loads[size] = _Load()
+            smaller = [known for known in self._loads if known < size]
+            load = self._loads[size] = _Load()
+            if smaller and self._loads[max(smaller)].is_off:
+                load.allows, load.is_trial, load.left = False, False, FIRST_INTERVAL
         return self._loads[size]

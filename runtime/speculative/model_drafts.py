@@ -17,6 +17,7 @@ class ModelDrafter:
     """
 
     __slots__ = ("_length", "_max_drafts", "_max_tree", "_pause", "_rate", "_resume", "_topk")
+    by_model = True  # whether the draft model must read the sequence's steps
 
     def __init__(self, max_drafts: int, topk: int = 1, max_tree: int = 0) -> None:
         """Create the drafter. `topk` is the number of alternatives for each draft token.

@@ -54,6 +54,7 @@ class NgramDrafter:
     """
 
     __slots__ = ("_catch_up", "_first", "_index", "_length", "_pace", "_pending", "_settings", "_state")
+    by_model = False  # whether the draft model must read the sequence's steps
 
     def __init__(self, max_drafts: int, settings: LookupSettings, catch_up: CatchUp | None = None) -> None:
         """Create the drafter. `catch_up` is shared by all drafters of a scheduler.

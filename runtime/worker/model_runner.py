@@ -358,6 +358,8 @@ class StepExecutor:
     def _observe(self, begun: _Begun, proposed: Batch) -> None:
         """Give a draft head the hidden states of a step, and tell the draft model which branches were accepted."""
         batch, states = begun.batch, None
+        if not batch.read_by_drafter:
+            return
         if self._drafter is not None and self._drafter.reads_states and begun.inputs is not None:
             self._drafter.observe(batch, begun.inputs, self._states(begun, None))
         if isinstance(self._draft_model, HeadDrafter):
@@ -433,7 +435,7 @@ class StepExecutor:
             return batch, batch
         is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
         proposed = whole = batch
-        if self._draft_model is not None:
+        if self._draft_model is not None and batch.read_by_drafter:
             proposed = self._draft_model.propose(trunks(batch), self.last_tokens)
             if proposed is not batch:
                 whole = with_branch_ids(batch, proposed, self._draft_model.alternatives)
@@ -574,7 +576,9 @@ class StepExecutor:
 
     def _with_proposals(self, batch: Batch, inputs: StepInputs) -> StepInputs:
         """Return the inputs with the draft tokens of the GPU's drafter. Without a drafter, return them unchanged."""
-        return inputs if self._drafter is None else self._drafter.propose(batch, inputs, self.lengths)
+        if self._drafter is None or not batch.read_by_drafter:
+            return inputs
+        return self._drafter.propose(batch, inputs, self.lengths)
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
         """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""

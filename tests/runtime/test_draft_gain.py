@@ -49,3 +49,23 @@ def test_a_delayed_step_does_not_decide() -> None:
 
 def test_a_higher_gain_may_be_asked_for() -> None:
     assert share_with_drafts(DraftGain(min_gain=2.0), drafted_s=1.5, tokens=2) < 0.05
+
+
+def test_trials_that_lose_much_are_rare() -> None:
+    gain = DraftGain()
+    share_with_drafts(gain, drafted_s=4.0, tokens=2, num_steps=200)
+    share = share_with_drafts(gain, drafted_s=4.0, tokens=2, num_steps=16_000)
+    assert 0 < share * (4.0 - 2.0) <= 0.01
+
+
+def test_a_larger_load_begins_like_a_smaller_one_where_drafts_did_not_pay_off() -> None:
+    gain = DraftGain()
+    assert not gain.is_off(4)  # nothing is known
+    share_with_drafts(gain, drafted_s=5.0, tokens=2, rows=4, num_steps=TRIAL)
+    assert gain.measures_plain(4) and not gain.is_off(4)
+    share_with_drafts(gain, drafted_s=5.0, tokens=2, rows=4, num_steps=40)
+    assert gain.is_off(4) and gain.is_off(64)
+    assert not gain.allows(64)
+    assert gain.allows(1) and not gain.is_off(1)
+    share_with_drafts(gain, drafted_s=1.0, tokens=2, rows=1, num_steps=40)
+    assert not gain.is_off(64)  # a draft head must read the steps of sequences that may have drafts later

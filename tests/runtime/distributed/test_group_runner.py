@@ -75,6 +75,7 @@ VALUES: dict[str, Any] = {
     "row_values": {"adapter": ints(0, 2)},
     "kinds": {"state": {"spans": ints(1, 2, 0, 1).reshape(1, 4)}},
     "drafts": Drafts(ints(1), ints(1), Branches(ints(2), ints(1), ints(1))),
+    "read_by_drafter": False,
     "unknown_starts": np.array([True, False]),
     "position_offsets": ints(*range(12)).reshape(3, 4),
     "mutual_spans": ints(0, 3, 9, 1, 2, 4).reshape(2, 3),
@@ -89,7 +90,7 @@ VALUES: dict[str, Any] = {
     "adapters": (AdapterPlacement(2, 17), AdapterPlacement(1, 4)),
     "stats": StepStats(num_new=1),
 }
-STAY_HERE = {"sequences", "stats", "hidden_rows", "expert_rows"}  # only the scheduler or rank 0 reads these
+STAY_HERE = {"sequences", "stats", "hidden_rows", "expert_rows", "read_by_drafter"}  # only the scheduler or rank 0 reads these
 SAMPLING_TRAVELS = {"positions", "row_of"}  # only rank 0 chooses tokens
 
 
