@@ -17,7 +17,9 @@ from draft_heads import TinyHead
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.loading.token_map import read_token_map
+from runtime.speculative.gain import DraftGain
 from runtime.worker.draft_head import HeadDrafter
+from runtime.worker.model_runner import StepExecutor
 from serve import Engine
 
 IDS = "output_ids"
@@ -99,6 +101,32 @@ async def test_outputs_with_a_random_head_are_those_of_plain_decoding(way: str, 
     plain = await answers(model_path=str(tiny.target), **WAYS[way])
     assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
     assert any("spec_verify_ct" in answer["meta_info"] for answer in found)
+
+
+async def test_a_head_rests_while_drafts_do_not_pay_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny, note = TinyHead(tmp_path, "EAGLE3 llama"), DraftGain.note
+    pays, steps = False, list[tuple[bool, bool]]()  # (read by the head, with drafts)
+
+    def noted(gain: DraftGain, num_rows: int, *, drafted: bool, num_tokens: int, seconds: float) -> None:
+        note(gain, num_rows, drafted=drafted, num_tokens=num_tokens, seconds=0.1 if drafted == pays else 10.0)
+
+    run = StepExecutor.run
+    monkeypatch.setattr(DraftGain, "note", noted)
+    monkeypatch.setattr(
+        StepExecutor,
+        "run",
+        lambda self, batch: steps.append((batch.read_by_drafter, batch.drafts is not None)) or run(self, batch),
+    )
+    options = {**tiny.options, "speculative_adaptive": {"enabled": True}}
+    plain = await answers(model_path=str(tiny.target))
+    for pays in (False, True):
+        steps.clear()
+        found = await answers(**options)
+        assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
+        assert steps.count((True, True)) >= 8  # the first trial
+        assert steps.count((False, False)) >= (30 if not pays else 8)
+        assert (False, True) not in steps
+        assert pays or steps.count((True, True)) < 100
 
 
 async def test_prompt_lookup_proposes_before_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
