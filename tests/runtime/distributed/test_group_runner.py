@@ -90,7 +90,8 @@ VALUES: dict[str, Any] = {
     "adapters": (AdapterPlacement(2, 17), AdapterPlacement(1, 4)),
     "stats": StepStats(num_new=1),
 }
-STAY_HERE = {"sequences", "stats", "hidden_rows", "expert_rows", "read_by_drafter"}  # only the scheduler or rank 0 reads these
+# Only the scheduler or rank 0 reads these.
+STAY_HERE = {"sequences", "stats", "hidden_rows", "expert_rows", "read_by_drafter"}
 SAMPLING_TRAVELS = {"positions", "row_of"}  # only rank 0 chooses tokens
 
 
