@@ -66,10 +66,11 @@ class DraftGain:
     """Decides for each load whether steps may have draft tokens. A load is a number of rows, rounded to a power of two.
 
     Steps with draft tokens and plain steps (without) are measured in turn, `TRIAL` steps each. Between these trials,
-    all steps are of the faster kind. If the faster kind stays the same, the interval between trials doubles. It is
-    also so long that a trial loses at most `TRIAL_SHARE` of the time. A load begins without draft tokens if they do not
-    pay off at the next smaller known load, because larger steps gain less from them. A step without a match has no draft tokens, so it counts as a plain step. Draft tokens are used if their tokens per second
-    exceed `min_gain` times those of plain steps.
+    all steps are of the faster kind. If the faster kind stays the same, the interval between trials doubles. It is also
+    so long that a trial loses at most `TRIAL_SHARE` of the time. A load begins without draft tokens if they do not pay
+    off at the next smaller known load, because larger steps gain less from them. A step without a match has no draft
+    tokens, so it counts as a plain step. Draft tokens are used if their tokens per second exceed `min_gain` times those
+    of plain steps.
     """
 
     def __init__(self, min_gain: float = 1.0) -> None:
