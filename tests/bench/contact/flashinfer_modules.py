@@ -27,6 +27,7 @@ from serve.bench.options import new_parser
 
 ARCHITECTURE = "9.0a"  # in FlashInfer's notation: Hopper
 WHEELS = "nvidia-cuda-nvcc, nvidia-cuda-cccl, nvidia-cuda-crt, nvidia-cuda-runtime, nvidia-nvvm and nvidia-curand"
+HEADERS = {"products": ("cublasLt.h", "nvrtc.h")}  # module -> headers that are not in `WHEELS`
 PACKAGES = {"flashinfer": "flashinfer-python", "tvm_ffi": "apache-tvm-ffi"}  # module -> package
 
 
@@ -61,11 +62,19 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def missing(home: Path | None) -> list[str]:
-    """Return what this machine lacks to compile, as ends of the sentence "This needs ..."."""
+def missing(home: Path | None, modules: Sequence[str]) -> list[str]:
+    """Return what this machine lacks to compile the modules, as ends of the sentence "This needs ..."."""
     found = [f"the package {package}" for name, package in PACKAGES.items() if find_spec(name) is None]
     if home is None:
         found.append(f"nvcc (set CUDA_HOME to a CUDA toolkit, or install the packages {WHEELS})")
+    folders = () if home is None else (home / "include", home / "targets" / "x86_64-linux" / "include")
+    for name in modules:
+        absent = [each for each in HEADERS.get(name, ()) if not any((folder / each).is_file() for folder in folders)]
+        if home is not None and absent:
+            found.append(
+                f"{' and '.join(absent)} in {home} for {name} (the packages nvidia-cublas and nvidia-cuda-nvrtc, or "
+                f"CUDA_HOME with a whole toolkit)"
+            )
     if shutil.which("ninja") is None:
         found.append("the program ninja (the package ninja)")
     return found
@@ -97,12 +106,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if unknown := set(args.modules) - set(MODULES):
         raise ConfigurationError(f"Unknown module {', '.join(sorted(unknown))}. Modules: {', '.join(MODULES)}.")
-    home = cuda_home()
-    if needed := missing(home):
+    home, modules = cuda_home(), args.modules or list(MODULES)
+    if needed := missing(home, modules):
         raise ConfigurationError(f"This needs {'; '.join(needed)}.")
     os.environ |= {"CUDA_HOME": str(home), "FLASHINFER_CUDA_ARCH_LIST": ARCHITECTURE}  # read when it is imported
     failed = 0
-    for name in args.modules or MODULES:
+    for name in modules:
         began = time.perf_counter()
         status, output = compile_module(name, args.jobs)
         report.say(f"{name}: {'compiled' if status == 0 else 'failed'} in {time.perf_counter() - began:.0f} s")

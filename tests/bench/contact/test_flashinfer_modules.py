@@ -32,7 +32,7 @@ def test_objects_of_a_module_are_compiled(commands: Path, monkeypatch: pytest.Mo
         write_ninja=lambda: file.write_text(NINJA, encoding="utf-8"), ninja_path=file, build_dir=file.parent
     )
     monkeypatch.setattr(flashinfer_modules, "MODULES", {"one": lambda: module})
-    monkeypatch.setattr(flashinfer_modules, "missing", lambda home: [])
+    monkeypatch.setattr(flashinfer_modules, "missing", lambda home, modules: [])
     assert main([]) == 0
     assert commands.read_text(encoding="utf-8").split()[-4:] == ["-j", "1", "a.o", "b.o"]
     commands.with_name("ninja").write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
@@ -42,7 +42,8 @@ def test_objects_of_a_module_are_compiled(commands: Path, monkeypatch: pytest.Mo
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_modules, "find_spec", lambda name: None)
     monkeypatch.setattr(flashinfer_modules.shutil, "which", lambda name: None)
-    assert len(missing(Path("/cuda"))) == 3
+    assert len(missing(Path("/cuda"), ["decode"])) == 3
+    assert "cublasLt.h and nvrtc.h in /cuda for products" in missing(Path("/cuda"), ["products"])[2]
     monkeypatch.setattr(flashinfer_modules, "cuda_home", lambda: None)
     with pytest.raises(ConfigurationError, match=r"the package flashinfer-python.*nvcc \(set CUDA_HOME.*ninja"):
         main([])
