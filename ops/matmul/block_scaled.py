@@ -14,7 +14,7 @@ BLOCK = 128
 def block_scales(weight: GroupedWeight) -> Tensor | None:
     """Return the scales of a float8 weight [..., O, I], float32 [..., ceil(O / 128), I / 128].
 
-    Returns None if the weight is not in float8, or if a block of 128 x 128 numbers has several scales.
+    Returns None if the weight is not in float8, or if the numbers of a block do not share one scale.
     """
     if not weight.floating or weight.group != BLOCK:
         return None
@@ -36,5 +36,5 @@ def pack_blocks(weight: GroupedWeight, dtype: torch.dtype, *, multiple: int) -> 
 
 
 def has_blocks(weight: Tensor) -> bool:
-    """Return whether the weight is packed with one scale per block of outputs, not per output."""
+    """Return whether the weight is packed by `pack_blocks`, with one scale per block of outputs instead of output."""
     return isinstance(weight, Packed) and weight.parts.scales.shape[-2] != weight.parts.codes.shape[-2]

@@ -1,6 +1,6 @@
-"""Weights with 4 to 8 bits and scales per group, from a checkpoint or from rounding, before a backend packs them.
+"""Quantised weights before a backend packs them: codes of 4 to 8 bits, and a scale per group of inputs.
 
-Codes are integers or float8 numbers (e4m3).
+They come from a checkpoint, or from rounding. Codes are integers or float8 numbers (e4m3).
 """
 
 from __future__ import annotations
@@ -11,34 +11,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Values of the 4-bit codes 0 .. 15 if they represent integers.
+# Values of the 4-bit codes 0 .. 15, if the codes represent integers.
 WHOLE = tuple(float(number) for number in range(-8, 8))
-# Values of the 4-bit codes if they represent floats (e2m1); the sign is the highest bit.
+# Values of the 4-bit codes 0 .. 15, if the codes represent floats (e2m1). The sign is the highest bit.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-TRITON_GROUPS = (16, 32, 64, 128)  # groups of 4-bit weights for Triton; multiples of the last one fit as well
+# Numbers of inputs per group that Triton kernels support for 4-bit weights. Multiples of 128 are also supported.
+TRITON_GROUPS = (16, 32, 64, 128)
 CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
 SMALLEST_SCALE = 1e-12  # scale of a row that contains only zeros
 ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
 
 
 class GroupForm(NamedTuple):
-    """Format of a grouped weight: inputs per group, bits per code, and the values of 4-bit codes."""
+    """Format of a grouped weight."""
 
-    group: int
-    bits: int = 4  # 4, 5, 6 or 8; codes of more than 4 bits are integers, and the middle code represents 0
-    table: tuple[float, ...] = WHOLE
+    group: int  # number of inputs per group
+    bits: int = 4  # bits per code: 4, 5, 6 or 8; with more than 4 bits, the code 2 ** (bits - 1) represents 0
+    table: tuple[float, ...] = WHOLE  # values of the 4-bit codes
     shifted: bool = True  # whether each group has a shift, which is added to its values
     floating: bool = False  # whether the codes have 8 bits and are float8 numbers (e4m3) instead of integers
     powers: bool = False  # whether all scales are powers of two
 
     @property
     def fits(self) -> bool:
-        """Whether kernels can read groups of this size. They read 8 codes at a time (5 bits: 32, 6 bits: 16)."""
+        """Whether C++ kernels can read groups of this size. They read 8 codes at a time (5 bits: 32, 6 bits: 16)."""
         return self.group % {5: 32, 6: 16}.get(self.bits, 8) == 0
 
 
 def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
-    """Return the form with the fewest bits that fits and can represent weights of all these forms without loss.
+    """Return the form with the fewest bits that `fits` and represents weights of all `forms` without loss.
 
     Returns None if there is no such form.
     """
@@ -68,12 +69,13 @@ def is_whole(table: tuple[float, ...]) -> bool:
 
 
 class GroupedWeight(NamedTuple):
-    """A weight [O, I] whose rows are divided into G groups of I / G inputs. Each group has a scale and perhaps a shift.
+    """A quantised weight [O, I]. Rows are divided into G groups of I / G inputs, with a scale and perhaps a shift each.
 
     weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group]
 
-    With more than 4 bits, codes[o, i] - 2 ** (bits - 1) replaces table[codes[o, i]]. If the weight is `floating`, the
-    float8 number (e4m3) with the bits codes[o, i] replaces it. Tensors of experts have an additional first dimension.
+    The formula is for 4 bits. With more bits, table[codes[o, i]] is replaced by codes[o, i] - 2 ** (bits - 1) or, if
+    the weight is `floating`, by the float8 number (e4m3) that has the bits codes[o, i]. The tensors of experts have an
+    additional first dimension.
     """
 
     codes: Tensor  # uint8 [O, I], from 0 to 2 ** bits - 1
@@ -90,7 +92,7 @@ class GroupedWeight(NamedTuple):
         return self.codes.shape[-1] // self.scales.shape[-1]
 
     def as_form(self, form: GroupForm) -> GroupedWeight:
-        """Return the same weight in `form`, which must be its own form or a `common_form` of it and other weights.
+        """Return the same weight in `form`: its own form, or the `common_form` of its own form and others.
 
         Raises ValueError for a conversion between integers and float8 numbers.
         """
@@ -141,7 +143,7 @@ class GroupedWeight(NamedTuple):
 
 
 def fits_triton(weight: GroupedWeight | GroupForm) -> bool:
-    """Return whether the Triton kernels read a weight of this form in 4 bits."""
+    """Return whether the Triton kernels can read this weight, or weights of this form, in 4 bits."""
     fits = weight.group in TRITON_GROUPS or weight.group % TRITON_GROUPS[-1] == 0
     return weight.bits == 4 and weight.table in (WHOLE, E2M1) and fits
 
@@ -149,8 +151,8 @@ def fits_triton(weight: GroupedWeight | GroupForm) -> bool:
 def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
     """Return a weight [O, I] rounded to integers from -8 to 7, with one scale per `group` inputs.
 
-    The first scale maps the element of largest magnitude to -8. Then each of two iterations computes the least-squares
-    scale for the current codes, and the codes for the new scale. Raises ValueError if groups do not divide a row.
+    The first scale maps the element of largest magnitude to -8. Each of two iterations then computes the least-squares
+    scale for the current codes, and new codes for this scale. Raises ValueError if I is not a multiple of `group`.
     """
     out_size, in_size = weight.shape
     if in_size % group:
@@ -173,13 +175,13 @@ def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Return the scale of a row of zeros: 1e-12, or the smallest positive number of this dtype if it is larger."""
+    """Return the scale of a row of zeros: 1e-12, or the smallest positive number of `dtype` if that is larger."""
     info = torch.finfo(dtype)
     return max(SMALLEST_SCALE, info.smallest_normal * info.eps)
 
 
 def round_to_float8(weight: Tensor) -> GroupedWeight:
-    """Return a weight [..., O, I] rounded to float8 (e4m3), with one scale per output: its largest magnitude / 448.
+    """Return a weight [..., O, I] rounded to float8 (e4m3). The scale of an output is its largest magnitude / 448.
 
     Scales are rounded to the weight's dtype.
     """

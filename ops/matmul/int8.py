@@ -15,7 +15,7 @@ from ops.matmul.native import row_group as row_group
 
 
 class Int8(Tensor):
-    """A weight [O, I] with 8 bits. The outputs' float32 scales follow it in the same memory."""
+    """An 8-bit weight [O, I], followed in memory by one float32 scale per output."""
 
 
 def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:

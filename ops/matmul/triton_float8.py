@@ -1,4 +1,4 @@
-"""Matrix products in Triton with weights in float8 (e4m3), which have a scale per output and group of inputs.
+"""Matrix products in Triton with float8 weights (e4m3), which have one scale per output and group of inputs.
 
 On GPUs with float8 products, the rows of x are rounded to e4m3 too, with one scale per row and group. This rounding
 does not depend on the number of rows. On older GPUs, the weights are converted to x's dtype instead, without loss.
@@ -22,9 +22,9 @@ FLOAT8_CAPABILITY = (8, 9)  # minimum compute capability of float8 products
 LARGEST = tl.constexpr(448.0)  # largest value of e4m3
 ROUND_BLOCK = 1024  # numbers per iteration of a program that rounds rows
 FEW_ROWS = 32  # up to this number of rows, reading the weight takes most of the time
-MIN_PROGRAMS = 128  # about the number of multiprocessors
+MIN_PROGRAMS = 128  # programs that fill a GPU: about the number of multiprocessors
 MAX_SPLITS = 8
-# torch's product requires sizes that are multiples of this number, and returns bfloat16.
+# torch's float8 product requires that sizes are multiples of this number. It returns bfloat16.
 TORCH_MULTIPLE = 16
 
 
@@ -34,9 +34,9 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def row_group(groups: int, in_size: int) -> int | None:
-    """Return the number of inputs per scale if the kernel before a product can round its rows, else None.
+    """Return the number of inputs per scale if the kernel before a product can round the product's input, else None.
 
-    It can if there is one group, or if the group size is a power of two.
+    It can if a row is one group, or if the group size is a power of two.
     """
     group = in_size // groups
     return group if groups == 1 or group & (group - 1) == 0 else None
@@ -123,9 +123,9 @@ def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def num_splits(num_programs: int, num_steps: int) -> int:
-    """Return the number of parts into which to split the main loop, so that the programs fill the GPU.
+    """Return the number of programs among which to divide each main loop, so that programs fill the GPU.
 
-    Without a split there are `num_programs` programs, with a main loop of `num_steps` iterations.
+    Without a division there are `num_programs` programs, with a main loop of `num_steps` iterations each.
     """
     if num_programs >= 3 * MIN_PROGRAMS // 4:
         return 1
@@ -145,9 +145,9 @@ def _in_torch(num_rows: int, shape: torch.Size, groups: int, dtype: torch.dtype,
 
 
 def inputs_per_step(in_size: int, groups: int) -> int:
-    """Return how many inputs an iteration of the main loop may read: at most 256, all in the same group.
+    """Return the maximum number of inputs that an iteration of the main loop reads: up to 256, all in one group.
 
-    If there is only one group, the last iteration may be partial.
+    If a row is one group, the last iteration may read fewer.
     """
     group = in_size // groups
     return 256 if groups == 1 else min(group & -group, 256)
@@ -173,7 +173,7 @@ def _tile(num_rows: int, step: int, dtype: torch.dtype) -> dict[str, Any]:
 def to_float8(x):
     """Round float32 numbers of magnitude up to 448 to e4m3, to nearest even.
 
-    The function rounds before it converts, because the conversion in Triton's interpreter would lose carries.
+    The function rounds in float32 before it converts, because the conversion of Triton's interpreter rounds wrongly.
     """
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -226,7 +226,7 @@ def _round_kernel(
         tl.store(numbers + row * (GROUPS * GROUP) + offsets + base, to_float8(part), mask=inside)
 
 
-# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `num_rows` varies between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x,  # [num_rows, IN]
@@ -281,7 +281,7 @@ def _product_kernel(
     tl.store(out + position, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `num_rows` varies between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_kernel(
     parts,  # [SPLITS, num_rows, OUT]

@@ -1,4 +1,4 @@
-"""Products with 4-bit weights in Triton, one step of the main loop. Dense and grouped products call it."""
+"""One step of the main loop of products with 4-bit weights in Triton, for linear layers and for experts."""
 
 # Pyright cannot check Triton's types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LARGEST_GROUP = tl.constexpr(128)  # a larger group is a multiple of it
+LARGEST_GROUP = tl.constexpr(128)  # maximum number of inputs per group, except for multiples of 128
 
 
 @triton.jit
@@ -31,10 +31,10 @@ def add_step(
     both = codes.to(tl.int32)
     numbers = tl.interleave(both & 15, both >> 4)  # [LINES, STEP]
     if FLOATING:
-        # The bits of value * 2 ** -14 in float16. The conversion is exact, also of its smallest numbers.
+        # These are the bits of value * 2 ** -14 in float16. The conversion to float32 is exact, also for subnormals.
         numbers = ((numbers & 7) << 9 | (numbers & 8) << 12).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        # The bits of 2 ** 23 + number in float32: faster than a conversion, and exact.
+        # These are the bits of 2 ** 23 + number in float32, which is exact, and faster than a conversion.
         numbers = (numbers | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     inputs = first + tl.arange(0, step // group) * group
     places, is_group = (inputs // GROUP)[None, :], is_line[:, None] & (inputs < IN)[None, :]

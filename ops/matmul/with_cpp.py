@@ -1,6 +1,7 @@
 """Matrix products in C++ with packed weights (`ops/cpp/source/product.h`).
 
-Each output is one float32 sum over the whole depth in a fixed order, so a row's result does not depend on other rows.
+Each output is one float32 sum over all inputs in a fixed order, so a row's result does not depend on other rows.
+A packed weight consists of panels, the layout that the kernels read.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ CACHE_LINE = 64
 
 
 class PackedWeight(Tensor):
-    """A view [O, I] of a weight that is packed into panels in its own dtype. Its memory is padded to whole panels."""
+    """A view [O, I] of an unquantised weight that is packed into panels. Its memory is padded to whole panels."""
 
 
 class PackedWeight8(Tensor):
-    """A view [O, I] of a weight that is packed into panels with 8 bits. Its float32 scales precede it in memory."""
+    """A view [O, I] of an 8-bit weight that is packed into panels, preceded in memory by its float32 scales."""
 
     @property
     def scales_address(self) -> int:
@@ -51,9 +52,9 @@ class Header4(Structure):
 
 
 class PackedWeight4(Tensor):
-    """A grouped weight [O, I] in panels with 4, 5, 6 or 8 bits. The strides of the tensor are 0.
+    """A grouped weight [O, I] with 4, 5, 6 or 8 bits, packed into panels. The strides of the tensor are 0.
 
-    Its dtype is the dtype of x in products. Its memory contains a header (`Header4`), followed by the panels
+    Its dtype is that of x in products. Its memory holds a header (`Header4`), followed by the panels
     (`ops/cpp/source/product4.h`).
     """
 
@@ -80,7 +81,7 @@ def product4(
         raise ValueError(f"A grouped weight that is packed for another dtype cannot be multiplied by rows in {dtype}.")
     operands = grouped_operands(weight, plain)
     num_groups, sums, rounded = plain.in_size // header.group, None, None
-    if header.rounded_rows:  # each rounded row is followed by its groups' sums and its scale
+    if header.rounded_rows:  # each rounded row is followed by the sums of its groups and by its scale
         stride = -(-(plain.in_size + (num_groups + 1) * SCALE_BYTES) // CACHE_LINE) * CACHE_LINE
         rounded = launcher.empty((rows, stride), torch.uint8)
     elif header.shifted:
@@ -90,7 +91,7 @@ def product4(
 
 
 def grouped_operands(weight: PackedWeight4, plain: Product | None = None) -> Product4:
-    """Return the operands that describe the packed weight, with the other operands of the product from `plain`."""
+    """Return `plain` with the operands that describe the packed weight. `plain` has the other operands of a product."""
     header, first = weight.header, weight.untyped_storage().data_ptr()
     plain = Product(in_size=weight.shape[-1], out_size=weight.shape[-2]) if plain is None else plain
     plain.weight = first + sizeof(Header4)
@@ -109,7 +110,7 @@ PACKED = (PackedWeight, PackedWeight8, PackedWeight4)
 def scratch8(launcher: KernelLauncher, rows: int, in_size: int) -> Tensor:
     """Return memory for `rows` 8-bit rows of x.
 
-    Each is padded to a multiple of `byte_step` bytes, and one more such unit holds its scale and sum.
+    Each row is padded to a multiple of `byte_step` bytes. Further `byte_step` bytes hold its scale and its sum.
     """
     step = launcher.library.byte_step
     return launcher.empty((rows, (-(-in_size // step) + 1) * step), torch.uint8)
@@ -122,9 +123,9 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
 
 
 def prepare(launcher: KernelLauncher, weight: Tensor, *, bits: int | None = None) -> Tensor:
-    """Return the weight packed, or unchanged if the kernels do not support it.
+    """Return the packed weight, or `weight` itself if the kernels do not support it.
 
-    If `bits` is 8, it is quantised to 8 bits, unless it has more inputs than the 8-bit kernels support.
+    If `bits` is 8, the weight is quantised to 8 bits, unless it has more inputs than the 8-bit kernels support.
     """
     if bits not in (None, 8):
         raise ValueError(f"Weights can be rounded to 8 bits, not to {bits}.")
@@ -162,7 +163,7 @@ def prepare_grouped(
     into: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Return the grouped weight packed, or dequantised if the kernels do not support it."""
+    """Return the packed weight, or the dequantised weight if the kernels do not support its form."""
     rows, in_size = weight.codes.shape
     form = GroupForm(weight.group, weight.bits, weight.table, weight.shifts is not None)
     width = launcher.library.panel_width

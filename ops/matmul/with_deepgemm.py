@@ -1,7 +1,8 @@
 """Products with block-scaled float8 weights by DeepGEMM's kernels for Hopper, through FlashInfer.
 
 Written for flashinfer-python 0.6.13. The kernels round the rows of x to float8 with one scale per 128 inputs. They are
-compiled at run time, for each shape of a weight and range of rows. Triton computes products with other weights.
+compiled on first use, for each weight shape and each range of numbers of rows. Triton computes products with other
+weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ops.matmul.with_triton import prepare
 
 __all__ = ["linear", "logits", "prepare", "prepare_grouped", "row_group"]
 
-OUTPUTS = 64  # the kernels compute multiples of this number of outputs
+OUTPUTS = 64  # a weight's number of outputs must be a multiple of this
 
 
 def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
@@ -41,7 +42,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def row_group(weight: Tensor) -> int | None:
-    """Return the number of inputs per scale of rows that other kernels round (see `ops.matmul`)."""
+    """Return None for block-scaled weights, whose kernels round the rows of x themselves (see `ops.matmul`)."""
     return None if has_blocks(weight) else with_triton.row_group(weight)
 
 

@@ -20,7 +20,7 @@ from ops.matmul.with_triton import prepare
 
 __all__ = ["linear", "logits", "prepare", "prepare_grouped", "row_group"]
 
-ROWS = 4  # the kernels compute multiples of this number of rows
+ROWS = 4  # the number of rows is padded to a multiple of this
 
 
 def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
@@ -43,7 +43,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def row_group(weight: Tensor) -> int | None:
-    """Return the number of inputs per scale of rows that other kernels round (see `ops.matmul`)."""
+    """Return the number of inputs per scale if the operation before a product can round its rows (see `ops.matmul`)."""
     return BLOCK if has_blocks(weight) else with_triton.row_group(weight)
 
 

@@ -1,7 +1,7 @@
 """Matrix products with oneDNN and weights that are packed once.
 
-`F.linear` on a CPU packs the weight in each call, which takes half of the time of a product with few rows. In float32
-it uses MKL, which is slow on processors that are not made by Intel.
+On a CPU, `F.linear` packs the weight in each call, which takes half of the time of a product with few rows. In float32
+`F.linear` uses MKL, which is slow on processors that are not made by Intel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 @cache
 def packs(dtype: torch.dtype) -> bool:
-    """Return whether torch can pack weights in `dtype` on this processor. Try it once, and log a failure."""
+    """Return whether torch can pack weights in `dtype` on this processor. The first call tries, and logs a failure."""
     try:
         weight = torch.ops.mkldnn._reorder_linear_weight.default(torch.ones(16, 16, dtype=dtype), None)
         linear(torch.ones(1, 16, dtype=dtype), weight)

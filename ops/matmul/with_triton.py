@@ -1,10 +1,10 @@
 """Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
-4-bit weights are integers or e2m1 numbers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its
-lower half. If x is in float32, the sum of a group's products is scaled once. If x has 16 bits, each weight is scaled in
-float32 and then rounded, like a dequantised weight, so that an iteration of the main loop can read several groups
-(`triton_four_bits.py`). 8-bit weights are integers with one scale per output. Rows of x are never rounded.
-`triton_float8.py` computes products with float8 weights, and torch computes products with other weights.
+4-bit weights are integers or e2m1 numbers, with one scale per group of inputs (`ops/matmul/grouped.py`). A byte has two
+of them, the first in its lower half. If x is in float32, the sum of a group's products is multiplied by the scale. If x
+has 16 bits, each weight is multiplied by its scale in float32 and then rounded, so that an iteration of the main loop
+can read several groups (`triton_four_bits.py`). 8-bit weights are integers with one scale per output. x is never
+rounded. `triton_float8.py` computes products with float8 weights, and torch computes products with other weights.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -33,10 +33,10 @@ ALIGNMENT = 256  # alignment of each part of a packed weight, in bytes
 class Parts(NamedTuple):
     """Tensors of a packed weight."""
 
-    # In 4 bits uint8 (integers) or float4 (e2m1) [O, I / 2], else int8 or float8 (e4m3) [O, I].
+    # 4-bit codes: [O, I / 2], uint8 (integers) or float4 (e2m1). 8-bit codes: [O, I], int8 or float8 (e4m3).
     # Experts have an additional first dimension.
     codes: Tensor
-    scales: Tensor  # float32 [O, G] or [O, 1], or uint8 exponents of two with a bias of 127
+    scales: Tensor  # [O, G] or [O, 1], float32; powers of two may be uint8: their exponents plus 127
     shifts: Tensor | None = None  # float32 [O, G]
 
 
@@ -56,7 +56,7 @@ class Packed(Tensor):
 
 
 def pack(parts: Parts) -> Any:
-    """Copy the parts into one block of memory, so that new weights can overwrite it. Return the packed weight."""
+    """Return a packed weight. Its parts are copied into one block of memory, which new weights can overwrite."""
     sizes = [0 if part is None else -(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
     memory, first, views = torch.empty(sum(sizes), dtype=torch.uint8, device=parts.codes.device), 0, []
     for part, size in zip(parts, sizes, strict=True):
@@ -77,7 +77,7 @@ def _view(parts: Parts) -> Any:
 
 
 def is_of_4_bits(codes: Tensor) -> bool:
-    """Return whether a byte has two codes."""
+    """Return whether each byte of `codes` has two 4-bit codes."""
     return codes.dtype in FOUR_BITS.values()
 
 
@@ -93,7 +93,7 @@ def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
 
 
 def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the packed weight, or the dequantised one if the kernel does not support it (see `ops.matmul`)."""
+    """Return the packed weight, or the dequantised weight if the kernel does not support it (see `ops.matmul`)."""
     if weight.floating:
         return pack(Parts(weight.codes.view(torch.float8_e4m3fn), weight.scales.float()))
     if not fits_triton(weight):
@@ -132,7 +132,7 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def row_group(weight: Tensor) -> int | None:
-    """Return the number of inputs per scale of rows that are rounded to float8 (see `ops.matmul`)."""
+    """Return the number of inputs per scale if `linear` rounds the rows of x to float8 (see `ops.matmul`)."""
     if not isinstance(weight, Packed) or weight.parts.codes.dtype != torch.float8_e4m3fn:
         return None
     if weight.parts.scales.shape[-2] != weight.shape[-2]:  # scales per block of outputs: see `block_scaled.py`
@@ -197,7 +197,7 @@ def _tile(num_rows: int, group: int, dtype: torch.dtype, *, of_4_bits: bool) -> 
     return {"ROWS_BLOCK": 64, "OUT_BLOCK": 128, "IN_BLOCK": 64, "num_warps": 8, "num_stages": 3}
 
 
-# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `num_rows` varies between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x,  # [num_rows, IN]

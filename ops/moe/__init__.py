@@ -10,23 +10,24 @@ A backend file defines
     one_expert(mixture, expert, size, inner_size) -> mixture
 
 `route` selects the `top_k` experts with the largest logits for each token, the best first. Equal logits are ranked by
-lower expert number. The weights are scores in float32: the softmax over all X logits, or the sigmoid of each logit with
-scoring="sigmoid". With `renormalise` they are divided by their sum. Then they are multiplied by `scale`. Source:
-arXiv 1701.06538. With a `bias` (float32), experts are selected by score + bias. With a `grouping`, they are selected by
-score (+ bias), and only from the best groups (`Grouping`; arXiv 2412.19437).
+lower expert number. An expert's score (float32) is its softmax over all X logits or, with scoring="sigmoid", the
+sigmoid of its logit. The weights are the scores of the selected experts, divided by their sum if `renormalise`, and
+then multiplied by `scale`. Source: arXiv 1701.06538. With a `bias` (float32), the experts with the largest score + bias
+are selected. With a `grouping`, experts are selected by score (+ bias), and only from the best groups (`Grouping`;
+arXiv 2412.19437).
 
 `mix` returns the sum over a token's experts of weight * down(activation(gate) * up). The rows 0 .. F - 1 of an expert's
 `gate_up` are the weight of the gate, and the other rows are the weight of `up`. Products are rounded to x's dtype; the
 weighted sum is computed in float32 and rounded once. With `weigh_inputs`, an expert's input is weight * x, rounded, and
-the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`. Pairs of a token and an expert
-with the expert -1 add nothing, because another rank computes them.
+the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`. The expert -1 adds nothing: it
+marks a pair of a token and an expert that another rank computes.
 
 `prepare_experts` is called once for complete weights, like `prepare` of `ops.matmul`. A backend without a faster
-layout, or without kernels for this number of bits, returns the weights unchanged. `prepare_grouped_experts` does the
-same for 4-bit weights and products in `dtype`.
+layout, or without kernels for this number of bits, returns the weights unchanged. `prepare_grouped_experts` prepares
+grouped weights (`ops/matmul/grouped.py`) for products in `dtype`.
 
-`one_expert` returns the plain weights of one expert of a prepared mixture, as a mixture with X = 1. It raises
-ValueError if the backend cannot read the layout.
+`one_expert` returns the unpacked weights of one expert of a prepared mixture, as a mixture with X = 1. It raises
+ValueError if the backend cannot unpack the mixture.
 """
 
 from __future__ import annotations
@@ -64,4 +65,4 @@ class Grouping(NamedTuple):
 
     num_groups: int
     top_groups: int  # number of groups from which experts are selected
-    num_scores: int  # the score of a group is the sum of this number of its best experts' scores
+    num_scores: int  # the score of a group is the sum of the scores of this number of its best experts

@@ -1,4 +1,4 @@
-"""Mixtures of experts in torch, expert by expert. On a GPU it waits for the number of tokens of each expert."""
+"""Mixtures of experts in torch, expert by expert. On a GPU the host waits for the number of tokens of each expert."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
-    """Return the plain weights of one expert (see `ops.moe`)."""
+    """Return the weights of one expert (see `ops.moe`)."""
     return Mixture(*(None if each is None else each[expert : expert + 1] for each in mixture))  # pyright: ignore[reportArgumentType]
 
 
@@ -75,8 +75,8 @@ def mix(
     gate_up, down, gate_up_bias, down_bias = mixture
     top_k, (num_experts, size, _) = experts.shape[1], down.shape
     chosen = experts.flatten()
-    order = chosen.argsort(stable=True)  # (token, expert) pairs by expert
-    first, *counts = torch.bincount(chosen + 1, minlength=num_experts + 1).tolist()  # experts of -1 come first
+    order = chosen.argsort(stable=True)  # (token, expert) pairs, sorted by expert
+    first, *counts = torch.bincount(chosen + 1, minlength=num_experts + 1).tolist()  # expert -1 comes first
     results = x.new_zeros(len(chosen), size) if first else x.new_empty(len(chosen), size)
     for expert, count in enumerate(counts):
         if count:

@@ -12,10 +12,9 @@ from ops.matmul.with_cpp import Header4, PackedWeight, PackedWeight4, PackedWeig
 
 
 def expert_pieces(tensors: Iterable[Tensor | None], num_experts: int) -> list[Tensor]:
-    """Return views (uint8 [X, bytes]) of the memory of a mixture's tensors, with one line per expert.
+    """Return views (uint8 [X, bytes]) of the memory of a mixture's tensors. Row x of each view belongs to expert x.
 
-    The lines of an expert in all views contain all its weights. Raises ValueError if the memory is not divided by
-    expert.
+    The rows of an expert in all views are all its weights. Raises ValueError if the memory is not divided by expert.
     """
     return [piece for tensor in tensors if tensor is not None for piece in _pieces(tensor, num_experts)]
 

@@ -1,9 +1,8 @@
 """Sorts (token, expert) pairs by expert, in Triton.
 
-Up to `PART` pairs are sorted by one launch, in which each program counts and lists the pairs of one expert. With more
-pairs, it would be slow that every program reads all of them. Two launches then sort by counting. The first launch
-counts the pairs of each expert in each part of `PART` pairs. The second launch sorts each part and writes each expert's
-pairs after those of the earlier parts.
+One launch sorts up to `PART` pairs: each program reads all pairs, and lists those of one expert. This would be slow for
+more pairs, so two launches then sort by counting. The first launch counts the pairs of each expert in each part of
+`PART` pairs. The second launch sorts each part, and writes each expert's pairs after its pairs of earlier parts.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -32,7 +31,7 @@ class Sorted(NamedTuple):
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> Sorted:
-    """Sort the pairs of `experts` (int32 [T, k], contiguous)."""
+    """Sort the (token, expert) pairs of `experts` (int32 [T, k], contiguous)."""
     num_pairs = experts.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
@@ -57,7 +56,7 @@ def sort_pairs(experts: Tensor, num_experts: int) -> Sorted:
     return Sorted(order, starts)
 
 
-# `num_pairs` varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `num_pairs` varies between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_pairs"])
 def _list_kernel(
     experts,  # [num_pairs]
@@ -66,13 +65,13 @@ def _list_kernel(
     num_pairs,
     BLOCK: tl.constexpr,
 ):
-    """Count the pairs of all experts before this program's expert, and list the pairs of this expert."""
+    """Count the pairs of the experts before this program's expert, and list the pairs of this expert after them."""
     expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     inside = lanes < num_pairs
     chosen = tl.load(experts + lanes, mask=inside, other=2**30)
     position = tl.sum((chosen < expert).to(tl.int32), axis=0)
     tl.store(starts + expert, position)
-    # The last program has no expert of its own. It lists the pairs with expert -1, which belong to other ranks.
+    # The last program has no expert. It lists the pairs with expert -1, which other ranks compute.
     expert = tl.where(expert == tl.num_programs(0) - 1, -1, expert)
     position = tl.where(expert < 0, 0, position)
     is_expert = (chosen == expert).to(tl.int32)
@@ -108,7 +107,7 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
 ):
-    """Sort one part, and write its pairs after those of the same expert in earlier parts."""
+    """Sort one part, and write the pairs of each expert after the expert's pairs of earlier parts."""
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     bins, lanes, some = tl.arange(0, BINS), tl.arange(0, BLOCK), tl.arange(0, PARTS_BLOCK)
     total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)

@@ -22,7 +22,7 @@ from ops.moe import GroupedMixture, Grouping, Mixture, native
 
 MAX_EXPERTS = 1024
 SCORINGS = {"softmax": 0, "sigmoid": 1}
-DEPTH = 32  # inner sizes are padded to multiples of it, so that a matrix unit computes whole steps
+DEPTH = 32  # the experts' inner size is padded to a multiple of this, so that AMX computes whole tiles
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
@@ -79,7 +79,7 @@ def route(
 
 
 def prepare_experts(launcher: KernelLauncher, mixture: Mixture, *, bits: int | None = None) -> Mixture:
-    """Return the packed weights of all experts, or `mixture` itself if the kernels do not support it.
+    """Return the packed weights of all experts, or `mixture` itself if the kernels do not support its weights.
 
     In `gate_up`, one half of the rows of each panel comes from the gate, and the other half from `up`.
     """
@@ -131,7 +131,7 @@ def prepare_grouped_experts(launcher: KernelLauncher, mixture: GroupedMixture, d
 
 
 def one_expert(launcher: KernelLauncher, mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
-    """Return the plain weights of one expert. Raises ValueError if they are quantised."""
+    """Return the unpacked weights of one expert. Raises ValueError if they are quantised."""
     gate_up, down, gate_up_bias, down_bias = mixture
     if not isinstance(gate_up, PACKED):
         return native.one_expert(mixture, expert, size, inner_size)
@@ -163,7 +163,7 @@ def _each(weight: GroupedWeight, change: Callable[[Tensor], Tensor]) -> GroupedW
 
 
 def _interleave(rows: Tensor, padding: int, half: int) -> Tensor:
-    """Return rows [X, 2F, n] as [X, 2 (F + padding), n]: `half` rows of the gate, `half` rows of `up`, and so on."""
+    """Pad rows [X, 2F, n] to [X, 2 (F + padding), n], and let `half` rows of the gate alternate with `half` of `up`."""
     rows = F.pad(rows.unflatten(1, (2, -1)), (0, 0, 0, padding))
     return rows.unflatten(2, (-1, half)).transpose(1, 2).flatten(1, 3)
 

@@ -1,8 +1,8 @@
 """Mixtures of experts with FlashInfer's fused CUTLASS kernels: sort, two grouped products, activation and sum.
 
 Written for flashinfer-python 0.6.13. The kernels compute experts in float16 and bfloat16, and on Hopper in float8 with
-one scale per block of 128 x 128 numbers. They read the rows of `up` before those of the gate. Triton kernels compute
-the routing, and unquantised mixtures in other dtypes.
+one scale per block of 128 x 128 numbers. In their weights, the rows of `up` come before the rows of the gate. Triton
+kernels compute the routing, and unquantised mixtures in other dtypes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UpFirst(Tensor):
 
 
 def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
-    """Return the weights with `up` before the gate, or `mixture` itself if Triton computes it (see `ops.moe`).
+    """Return the weights with `up` before the gate, or `mixture` itself if Triton must compute it (see `ops.moe`).
 
     Raises ValueError for sizes that the kernels do not read.
     """
@@ -53,7 +53,7 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     rows = gate_up.codes.shape[1] // 2
     swapped = gate_up._replace(codes=_swapped(gate_up.codes), scales=_swapped(gate_up.scales))
     up_first, packed = _pack(swapped), _pack(down)
-    is_divided = rows % BLOCK != 0  # a block would have rows of `up` and of the gate
+    is_divided = rows % BLOCK != 0  # one block has rows of `up` and of the gate
     is_biased = any(bias is not None for bias in biases)
     if up_first is None or packed is None or is_divided or is_biased or dtype != torch.bfloat16:
         raise ValueError(
@@ -65,7 +65,7 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
-    """Return the plain weights of one expert (see `ops.moe`)."""
+    """Return the weights of one expert, with the gate before `up` (see `ops.moe`)."""
     gate_up, down, gate_up_bias, down_bias = mixture
     if isinstance(gate_up, UpFirst):
         one = slice(expert, expert + 1)
@@ -122,7 +122,7 @@ def mix(
 
 
 def _pack(weight: GroupedWeight) -> Tensor | None:
-    """Return packed float8 weights with one scale per block, or None if a block has several scales."""
+    """Return packed float8 weights with one scale per block, or None for other weights."""
     scales = block_scales(weight)
     if scales is None or weight.codes.shape[1] % BLOCK:
         return None

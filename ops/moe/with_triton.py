@@ -1,8 +1,7 @@
 """Mixtures of experts in Triton: routing, a sort of the (token, expert) pairs by expert, two grouped products.
 
-A tile of a grouped product has pairs of a single expert. Tiles are numbered by expert, and a program finds its tile
-from the position of each expert's first pair. Therefore memory needs no padding and the host reads no sizes: grids
-depend only on shapes.
+A tile of a grouped product has pairs of a single expert. A program finds its expert and tile from the number of sorted
+pairs of each expert. Therefore memory needs no padding, and the host reads no sizes: grids depend only on shapes.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -39,7 +38,7 @@ COMBINE_BLOCK = 1024
 
 
 def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
-    """Return packed weights if they are in float8 or in supported 4 bits, else dequantised ones (see `ops.moe`)."""
+    """Return packed weights for float8 and supported 4-bit formats, otherwise dequantised weights (see `ops.moe`)."""
     gate_up, down, *biases = mixture
     if not all(weight.floating or fits_triton(weight) for weight in (gate_up, down)):
         return native.prepare_grouped_experts(mixture, dtype)
@@ -47,7 +46,7 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
-    """Return the plain weights of one expert, in float32 if they are packed in 4 bits (see `ops.moe`)."""
+    """Return the unpacked weights of one expert, in float32 if they have 4 bits (see `ops.moe`)."""
 
     def plain(weight: Tensor) -> Tensor:
         if not isinstance(weight, Packed):
@@ -111,7 +110,7 @@ def mix(
     x = x if x.is_contiguous() else x.contiguous()  # `RoundedRows` stay as they are
     by_expert = sort_pairs(experts, num_experts)
     pairs_per_row = top_k
-    if weigh_inputs:  # one row per pair
+    if weigh_inputs:  # x then has one row per pair instead of one per token
         x = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
         weights, pairs_per_row = torch.ones_like(weights), 1
     inner = _grouped(x, gate_up, gate_up_bias, by_expert, pairs_per_row, from_tokens=True)  # [T * k, 2F], by expert
@@ -129,7 +128,8 @@ def mix(
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Sorted, top_k: int, *, from_tokens: bool) -> Tensor:
     """Multiply each pair's row by its expert's weight [X, O, I] and add the bias [X, O]. Return [T * k, O].
 
-    If `from_tokens`, inputs are in token order [T, I] and outputs in sorted order; else the reverse.
+    With `from_tokens`, x has one row per token [T, I], and results are in the sorted order of pairs. Otherwise x is in
+    the sorted order, and results are in the order of tokens.
     """
     num_pairs, (num_experts, out_size, in_size) = len(pairs.order), weight.shape
     out = torch.empty((num_pairs, out_size), dtype=x.dtype, device=x.device)
@@ -174,13 +174,13 @@ def _tile(num_pairs: int, num_experts: int, dtype: torch.dtype, step: int, *, of
     """Return the tile sizes. A tile has about the average number of pairs per expert, at most 128.
 
     An iteration of the main loop reads at most `step` inputs, a power of two or the whole row. If x has 16 bits and the
-    weight has 4, it reads any number of groups of `step` inputs.
+    weight has 4 bits, an iteration may read several groups of `step` inputs.
     """
     step = triton.next_power_of_2(step)
     if dtype.itemsize == 4:
         return {"PAIRS_BLOCK": 16, "OUT_BLOCK": 64, "IN_BLOCK": min(step, 32), "num_warps": 4, "num_stages": 2}
     pairs = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))))
-    few = pairs <= 32  # with few pairs, reading weights dominates: use wide loads
+    few = pairs <= 32  # then reading the weights takes most of the time, so loads are wide
     if of_4_bits:
         return {
             "PAIRS_BLOCK": pairs,

@@ -11,8 +11,8 @@ A backend file defines
     k          [T, K, D]
     table      [N, R] float32: for each position the cosines of R / 2 angles, then their sines; R <= D
     positions  [T] int64, < N; None: row t of the table belongs to token t, as in the result of `angles`
-    plan_cache `AttentionMetadata.plan_cache` of the step, in which the first layer may store factors for later
-               layers; None: do not store any
+    plan_cache `AttentionMetadata.plan_cache` of the step, in which the first layer may store the tokens' cosines and
+               sines for later layers; None: every call computes them
 
 `rotate` rotates the first R dimensions of each head and leaves the other dimensions unchanged. Pair i has the
 dimensions (i, i + R / 2), or (2i, 2i + 1) if `interleaved`. It may overwrite its inputs; use the returned tensors.
@@ -22,9 +22,9 @@ Source: RoFormer, arXiv 2104.09864.
 the cosine and sine of pair i come from the table's row for the token's position on axis `axis_of_pair[i]`. Source:
 Qwen2-VL, arXiv 2409.12191.
 
-`norm_rotate` does the work of `ops.norm.rms_norm` for q and k, if the rotation has norms, and of `rotate`.
-`rotate_store` also stores the rotated keys and the values [T, K, D] in the cache, like `ops.kv.store`. Both round where
-the separate operations round: after the norm and after the rotation. They may overwrite q and k.
+`norm_rotate` computes `ops.norm.rms_norm` of q and k, if the rotation has norms, and then `rotate`. `rotate_store` also
+stores the rotated keys and the values [T, K, D] in the cache, like `ops.kv.store`. Both operations round after the norm
+and after the rotation, as the separate operations do. They may overwrite q and k.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The combined operations `norm_rotate` and `rotate_store`, made of the separate operations."""
+"""The combined operations `norm_rotate` and `rotate_store` for backends that have only the separate operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ops.rope import Rotation
 def compose(
     rms_norm: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]], store: Callable[..., None]
 ) -> Mapping[str, Callable[..., Any]]:
-    """Return `norm_rotate` and `rotate_store` (see `ops.rope`). They call these three operations one after another."""
+    """Return `norm_rotate` and `rotate_store` (see `ops.rope`), which call these three operations one after another."""
 
     def norm_rotate(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         table, positions, interleaved, norms, plan_cache = rotation

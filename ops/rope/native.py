@@ -38,7 +38,7 @@ def angles(table: Tensor, positions: Tensor, axis_of_pair: Tensor) -> Tensor:
 
 
 def _factors(table: Tensor, positions: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Return two tensors [T, 1, R]: the factor of each element, and the factor of the other element of its pair."""
+    """Return two factors for each rotated element, [T, 1, R] each: of itself, and of the other element of its pair."""
     rows = table if positions is None else table.index_select(0, positions)
     cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R / 2]
     if interleaved:

@@ -1,4 +1,4 @@
-"""Norms of heads, rotation and cache write in one Triton kernel, with one program per token and several heads."""
+"""Norms of heads, rotation and cache write in one Triton kernel. A program computes several heads of one token."""
 
 # Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -35,7 +35,7 @@ def rotate_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> Tensor:
-    """Normalise and rotate, and store keys and values (see `ops.rope`). Returns the queries as a new tensor."""
+    """Normalise, rotate, and store keys and values (see `ops.rope`). Returns the queries as a new tensor."""
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _launch(q, k, rotation, q_out, k_pool, v, v_pool, metadata.slot_mapping, k_scale, v_scale)
     return q_out
@@ -53,7 +53,7 @@ def _launch(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Write queries to `q_out`, keys to `k_out` and values to `v_out`. With `slot_mapping`, the last two are pools."""
+    """Write the results to `q_out`, `k_out` and `v_out`. With `slot_mapping`, `k_out` and `v_out` are cache pools."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     v = k if v is None else v if v.stride(-1) == 1 else v.contiguous()
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]

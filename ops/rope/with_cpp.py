@@ -64,6 +64,6 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         launcher.launch("angles", torch.float32, operands, Step(num_tokens=num_tokens))
         return out
 
-    # In a CPU graph, the launcher fuses the store with the rotation.
+    # These are separate kernels. In a CPU graph, the launcher fuses the store with the rotation.
     fused = compose(partial(rms_norm, launcher), rotate, kv.make(launcher)["store"])
     return {"angles": angles, "rotate": rotate, **fused}
