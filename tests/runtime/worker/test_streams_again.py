@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_device import LateDevice, LateEvent
+from fake_device import LateDevice, LateEvent, Reach
 from runtime.worker import device as devices
 from runtime.worker.device import CudaDevice, Stream
 
@@ -72,7 +72,7 @@ class LateStreams:
 
         def record(stream: Any) -> None:
             event.last = LateEvent(self.late)
-            self.late.enqueue(stream.name, event.last.reach)
+            self.late.enqueue(stream.name, Reach(event.last))
 
         event.record, event.synchronize = record, lambda: event.last.wait()
         return event
