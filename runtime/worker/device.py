@@ -255,7 +255,8 @@ class CudaDevice:
             with torch.cuda.stream(self._forward):
                 return host.to(self.torch_device, non_blocking=True), self.record()
         if not self._staged:
-            with torch.cuda.stream(self._forward):
+            # Tensors made in inference mode could not be written outside it.
+            with torch.inference_mode(False), torch.cuda.stream(self._forward):
                 self._staged += [
                     (torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self.torch_device), torch.cuda.Event())
                     for _ in range(NUM_STAGED)

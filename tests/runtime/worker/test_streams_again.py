@@ -119,3 +119,14 @@ def test_a_device_uses_the_same_buffers_for_all_uploads(monkeypatch: pytest.Monk
     del device
     again = CudaDevice(torch.device("cpu"))
     assert [buffer.data_ptr() for buffer, _ in again._staged] == kept
+
+
+def test_buffers_from_a_step_take_uploads_outside_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory profile runs steps. Then page copies are measured, on the streams and buffers of its device."""
+    streams = LateStreams(monkeypatch, 0)
+    device = CudaDevice(torch.device("cpu"))
+    with torch.inference_mode():
+        device.upload(torch.ones(8, dtype=torch.uint8))
+    there, _ = device.upload(torch.ones(8, dtype=torch.uint8))
+    streams.late.settle()
+    assert int(there.sum()) == 8
