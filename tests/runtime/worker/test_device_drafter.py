@@ -82,8 +82,8 @@ def test_a_model_that_agrees_takes_fewer_steps_and_graphs_compute_them(monkeypat
     replayed, greedy = [0], ({"temperature": 0.0},)
     replay = CudaGraphRunner._replay
 
-    def counted(runner: CudaGraphRunner, batch, arrays):
-        results = replay(runner, batch, arrays)
+    def counted(runner: CudaGraphRunner, batch, arrays, **more):
+        results = replay(runner, batch, arrays, **more)
         replayed[0] += results is not None and batch.token_rows is not None
         return results
 
