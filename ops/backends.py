@@ -1,8 +1,8 @@
-"""Backends that users can name, with one declaration each.
+"""Declarations of the backends that users can select by name.
 
-The declarations determine the choices and help of the command line, refusals and their reasons, the choice at start,
+They determine the choices and help texts of the command line, which backends are refused and why, the default backend,
 the output of `explain` and the tables in docs/kernels.md. An attention backend is an entry of `ATTENTION` and a file in
-`ops/attention` with `make_attend(**settings)`. This module does not import torch, so `explain` needs no torch.
+`ops/attention` with `make_attend(**settings)`. This module does not import torch, so `explain` runs without torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # major number of the compute capa
 class GpuWith:
     """Requires a package, and a GPU with at least `CAPABILITY`.
 
-    `generations`, if given, are the possible major numbers of the GPU's compute capability. `compiled`, if given, names
-    a package of precompiled kernels. If it is not installed, `package` compiles its kernels with nvcc on first use.
+    `generations`, if given, are the supported major numbers of the GPU's compute capability. `compiled`, if given, is
+    a package of precompiled kernels. Without this package, `package` compiles its kernels with nvcc on first use.
     """
 
     package: str
@@ -60,12 +60,12 @@ class GpuWith:
 class Backend:
     """One implementation of an operation, under a name for users."""
 
-    file: str  # module in the operation's package
-    kernels: str  # where its kernels come from, for help texts
+    file: str  # name of the module in the operation's package
+    kernels: str  # origin of the kernels, for help texts
     needs: GpuWith | None = None  # required hardware and package; None: runs on every machine
-    # Whether CUDA graphs can capture it for all kinds of rows. A captured backend must not read data of the rows on the
-    # host, unless it registers a function in `AttentionMetadata.replans`. A sampling backend with False is captured for
-    # greedy rows only.
+    # Whether CUDA graphs can capture this backend for all kinds of rows. Such a backend must not read data of the rows
+    # on the host, unless it registers a function in `AttentionMetadata.replans`. With False, a sampling backend is
+    # captured for greedy rows only.
     captured: bool = False
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
@@ -82,7 +82,7 @@ class AttentionShape:
 
     dtype: str  # name of the torch dtype, for example "bfloat16"
     head_dim: int | None  # None if the model is unknown
-    # (size of a latent vector, size of a rotated key) of multi-head latent attention (MLA); None: another attention
+    # (size of a latent vector, size of a rotated key) of multi-head latent attention (MLA); None: not MLA
     latent_dims: tuple[int, int] | None = None
     page_size: int
     kv_dtype: str  # dtype of the cache
@@ -97,24 +97,24 @@ class AttentionBackend(Backend):
     max_head_dim: int | None = None
     dtypes: tuple[str, ...] = ()
     page_sizes: tuple[int, ...] = ()
-    # The `AttentionShape.latent_dims` for which it has kernels of its own. Without any, it computes MLA as one kv head.
+    # Values of `AttentionShape.latent_dims` for which this backend has special kernels. (): it computes MLA as one kv
+    # head with its usual kernels.
     latent_dims: tuple[tuple[int, int], ...] = ()
-    only_latent: bool = False  # whether it computes MLA only
-    float8_cache: bool = True  # whether it also reads a float8 cache; False: only a cache in the model's dtype
-    lacks: frozenset[str] = frozenset()  # the `AttentionShape.features` that it does not support
+    only_latent: bool = False  # whether this backend computes MLA only
+    float8_cache: bool = True  # whether the cache may be in float8; False: only in the model's dtype
+    lacks: frozenset[str] = frozenset()  # unsupported `AttentionShape.features`
     # Major compute capability of the GPUs on which this backend is the default, if its compiled kernels are installed.
     default_on: int | None = None
-    # Whether it needs exact values in `AttentionMetadata.starts_host` for rows of one token. If not, upper bounds
-    # suffice.
+    # Whether `AttentionMetadata.starts_host` must be exact for rows of one token. False: it may have upper bounds.
     exact_starts: bool = False
     decode_settings: Mapping[str, str] = field(default_factory=dict)  # command-line option -> argument of `make_attend`
     # command-line option -> reason why CUDA graphs cannot be used with the option
     uncaptured_with: Mapping[str, str] = field(default_factory=dict)
 
     def not_default(self, machine: Machine, gpu: Gpu | None) -> str | None:
-        """Return why this backend is not the default on a GPU of its `default_on` generation; "" if it is the default.
+        """Return why this backend is not the default on a GPU of its `default_on` generation, or "" if it is.
 
-        The text begins with a verb. Returns None for other GPUs, and if a requirement is not met.
+        The text begins with a verb. Returns None for a GPU of another generation, and if a requirement is not met.
         """
         if self.default_on is None or gpu is None or gpu.capability[0] != self.default_on or self.unmet(machine, gpu):
             return None
@@ -154,20 +154,20 @@ class AttentionBackend(Backend):
 class SamplingBackend(Backend):
     """An implementation of sampling."""
 
-    # Limits in `ops.sampling.SamplingArrays` that it supports, by name. `native` computes rows with other limits.
+    # Names of the supported limits in `ops.sampling.SamplingArrays`. `native` computes rows with other limits.
     limits: frozenset[str] = frozenset()
 
 
-# Head dimensions and dtypes that all FlashInfer kernels support, and page sizes of its TensorRT-LLM kernels.
+# Head dimensions and dtypes that all FlashInfer kernels support; MLA's sizes and page sizes of some of its kernels.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = ("float16", "bfloat16")
 LATENT_DIMS = (512, 64)  # `AttentionShape.latent_dims` of its kernels for MLA
-FLASHINFER_COMPILED = "flashinfer-jit-cache"  # FlashInfer's kernels as machine code
+FLASHINFER_COMPILED = "flashinfer-jit-cache"  # package with FlashInfer's kernels as machine code
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 TRTLLM_LATENT_PAGE_SIZES = (32, 64)
 
-# Without an option, the first backend of `PREFERRED` is used that is a default on this GPU and supports the model.
-# Without such a backend, the first usable one of this table is used.
+# If no option names a backend, the default is the first backend of `PREFERRED` that is a default on this GPU and
+# supports the model or, if there is none, the first usable backend of `ATTENTION`.
 PREFERRED = ("fa3", "flashinfer")
 ATTENTION: Mapping[str, AttentionBackend] = {
     "triton": AttentionBackend(
@@ -230,7 +230,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         float8_cache=False,
         lacks=frozenset({"sliding window", "soft cap", "sinks", "chunks", "ALiBi"}),
         captured=True,
-        exact_starts=True,  # for rows of several tokens, whose kernels have a plan
+        exact_starts=True,  # FlashInfer's wrapper, which computes rows of several tokens, plans with the exact lengths
     ),
 }
 SAMPLING: Mapping[str, SamplingBackend] = {
@@ -243,8 +243,8 @@ SAMPLING: Mapping[str, SamplingBackend] = {
     ),
     "pytorch": SamplingBackend(file="native", kernels="plain torch"),
 }
-# These operations all use the first backend of SMALL that runs on the machine, unless `runtime.config.resolve.kernels`
-# overrides it (C++ kernels on a CPU, --lora-backend, --enable-torch-compile).
+# These operations use the first backend of SMALL that runs on the machine, unless `runtime.config.resolve.kernels`
+# selects another one (C++ kernels on a CPU, --lora-backend, --enable-torch-compile).
 SMALL_OPERATIONS = ("activation", "kv", "low_rank", "norm", "rope")
 # Implementations of experts besides C++ and torch. The first is the default on a GPU that can run it.
 EXPERTS: Mapping[str, Backend] = {
@@ -257,8 +257,9 @@ EXPERTS: Mapping[str, Backend] = {
         captured=True,
     ),
 }
-# Implementations of products with weights in float8 that have one scale per block of 128 x 128 numbers. Triton is the
-# default: FlashInfer's products are not measured yet, and those for Hopper are compiled while requests are served.
+# Implementations of products with float8 weights that have one scale per block of 128 x 128 numbers. Triton is the
+# default, because FlashInfer's products are not measured yet, and its products for Hopper are compiled while requests
+# are served.
 BLOCK_PRODUCTS: Mapping[str, Backend] = {
     "triton": ATTENTION["triton"],
     "flashinfer_deepgemm": Backend(

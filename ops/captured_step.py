@@ -1,4 +1,4 @@
-"""Launchers of the first and the last kernels of a step that a CPU graph captures as a whole.
+"""Launches of the first and the last kernels of a step in a CPU graph, which surround the kernels of the layers.
 
 The first kernel derives positions and slot mapping from the batch. The last kernels select or pool hidden states, or
 choose the most likely tokens (`ops/cpp/source/whole.h`).
@@ -17,7 +17,7 @@ from ops.cpp.library import address
 from ops.cpp.structures import Begin, Choose, Last, PoolRows, Product, Product8, Step
 from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
 
-SAMPLES = -1  # number of rows of a product that stands for the number of sampled rows of each step
+SAMPLES = -1  # as a product's number of rows, this value means the number of sampled rows of the step
 BEST_BYTES = 5 * 64  # size of the scratch memory that one thread needs for one row
 
 
@@ -25,15 +25,15 @@ BEST_BYTES = 5 * 64  # size of the scratch memory that one thread needs for one 
 class Inputs:
     """Buffers that the first kernel of a step fills and the other kernels read.
 
-    The exception is `row_values`: the caller fills it, and the first kernel copies it to `token_values`.
+    Only `row_values` is filled by the caller. The first kernel copies these values to `token_values`.
     """
 
     query_starts: Tensor  # int32 [B + 1]
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]
-    row_values: Tensor  # int32 [N, B], N values of each row
-    token_values: Tensor  # int32 [N, T], the values of each token's row
+    row_values: Tensor  # int32 [N, B], N values of each row (see `ForwardBatch.row_values`)
+    token_values: Tensor  # int32 [N, T], for each token the values of its row
     position_axes: Tensor | None = None  # int64 [3, T]
     page_table: Tensor | None = None  # int32; None if the pool uses the step's page table
 
@@ -52,9 +52,9 @@ class Inputs:
         )
 
     def with_own_pages(self, page_table: Tensor) -> Inputs:
-        """Return these inputs with `page_table` (int32) and a new slot mapping, for a pool that has its own pages.
+        """Return inputs for a cache pool that has its own pages: these, with `page_table` and a new slot mapping.
 
-        They have no row values and no position axes.
+        The result has no row values and no position axes. `page_table` is int32.
         """
         return replace(
             self,
@@ -73,7 +73,7 @@ class Inputs:
     def attention(self, step: Step) -> AttentionMetadata:
         """Return metadata with these buffers, for the capture of the layers.
 
-        It describes no rows. A graph gets the rows from the `Step` of each run.
+        The metadata describes no rows, because each run of the graph gets its rows from a `Step`.
         """
         empty = torch.empty(0, 0, dtype=torch.int32)
         return AttentionMetadata(
@@ -110,8 +110,8 @@ def select_sampled(launcher: KernelLauncher, hidden: Tensor, out: Tensor) -> Non
 def pool_rows(launcher: KernelLauncher, hidden: Tensor, out: Tensor, *, mean: bool, normalized: bool) -> None:
     """Write one vector per row of the hidden states [T, E] to out, float32 [B, E].
 
-    The vector is the mean over the row's tokens if `mean` is true, else its first token. `normalized` scales it to
-    length 1.
+    The vector is the mean of the row's hidden states if `mean` is true, otherwise the first of them. With `normalized`,
+    the vector is scaled to length 1.
     """
     operands = PoolRows(
         hidden=address(hidden), out=address(out), size=hidden.shape[1], mean=mean, normalized=normalized
@@ -122,9 +122,9 @@ def pool_rows(launcher: KernelLauncher, hidden: Tensor, out: Tensor, *, mean: bo
 def choose_greedy(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the id of each row's largest logit (int64 [R]), and whether the row is sound (bool [R]).
 
-    The logits are hidden [R, E] @ weight.T, and the kernel does not store them. The results are those of `choose` in
-    `ops.sampling` for greedy rows, which also defines "sound". The kernel also writes the ids to the step's
-    `last_tokens`. Raises `NotCapturable` if the weight is not packed.
+    The logits are hidden [R, E] @ weight.T, which the kernel does not store. The results equal those of `choose` for
+    greedy rows (see `ops.sampling`, also for "sound"). The kernel also writes the ids to the step's `last_tokens`.
+    Raises `NotCapturable` if the weight is not packed.
     """
     if not isinstance(weight, PACKED):
         raise NotCapturable("the weight of the LM head is not packed")

@@ -1,4 +1,4 @@
-"""Host memory in large pages. Page faults and address translation cost less than with small pages."""
+"""Host memory in large pages, with which page faults and address translation take less time than with small pages."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class LargePages:
 
 
 class ReusedPages(LargePages):
-    """Allocates like `LargePages`, and keeps its blocks. After a `reset`, tensors are in the same memory again.
+    """Allocates like `LargePages`, but keeps its blocks. After `reset`, new tensors reuse the memory of earlier ones.
 
-    The memory then has its old contents.
+    Reused memory is not zeroed.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class ReusedPages(LargePages):
         return super().take(size)
 
     def reset(self) -> None:
-        """Begin again with the first block. No tensor of `take` may be in use."""
+        """Begin again with the first block. Tensors that `take` has returned must no longer be in use."""
         self._num_used, self._block = 0, memoryview(b"")
 
 
 def large_pages(size: int) -> memoryview:
-    """Return zeroed memory, in large pages if the system supports them. A page takes no memory until it is written."""
+    """Return zeroed memory, in large pages if the system has them. A page occupies memory from its first write on."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the Linux kernel may not support large pages

@@ -35,7 +35,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One NVIDIA GPU as the driver shows it to this process."""
+    """An NVIDIA GPU that is visible to this process."""
 
     name: str
     capability: tuple[int, int]  # compute capability, (9, 0) for Hopper
@@ -66,7 +66,7 @@ class Machine:
 
     @classmethod
     def probe(cls) -> Self:
-        """Return the description of this machine, which takes milliseconds. Unknown properties have default values."""
+        """Return the description of this machine, within milliseconds. Unknown properties have default values."""
         total_bytes, available_bytes = _memory()
         return cls(
             system=platform.system(),
@@ -189,7 +189,7 @@ def _container_memory() -> tuple[int | None, int]:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that the CUDA driver shows (it honours CUDA_VISIBLE_DEVICES), without creating a context."""
+    """Return the GPUs that the CUDA driver lists (respecting CUDA_VISIBLE_DEVICES), without creating a CUDA context."""
     library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
     try:
         driver = ctypes.CDLL(library)
@@ -219,7 +219,7 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _cuda_compiler() -> str | None:
-    """Return the path of nvcc. Search where FlashInfer does: CUDA_HOME, then the search path, then the usual folder."""
+    """Return the path of nvcc. Like FlashInfer, search CUDA_HOME first, then PATH, then the usual folder."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     given = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
     return next(filter(None, map(shutil.which, (*given, "nvcc", "/usr/local/cuda/bin/nvcc"))), None)
@@ -235,7 +235,7 @@ def _torch_cuda() -> str | None:
 
 
 def _packages() -> dict[str, str]:
-    """Return the versions of the installed `PACKAGES`. Parsing all metadata of a package would take 5 ms."""
+    """Return the versions of the installed `PACKAGES`, without parsing all metadata, which takes 5 ms per package."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Progress bars: for the slow parts of a start (kernels, weights, graph capture), and for lists of prompts."""
+"""Progress bars for the slow parts of a start (kernels, weights, graph capture) and for lists of prompts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def progress_bar(
 ) -> AbstractContextManager[Bar | None]:
     """Return a progress bar if the program runs in a terminal or a notebook and `total` is known.
 
-    Otherwise, return a context that yields None. The bar appears after `quiet_s` seconds and disappears at its end.
-    With `scaled`, numbers are shown as 1.2k or 3.4M.
+    Otherwise, return a context that yields None. The bar appears after `quiet_s` seconds and disappears when it is
+    closed. With `scaled`, numbers are shown as 1.2k or 3.4M.
     """
     if total is None or not ("ipykernel" in sys.modules or sys.stderr.isatty()):
         return nullcontext()

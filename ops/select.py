@@ -64,7 +64,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The selected callables. The package of each operation documents them: `ops.attention` documents `attend`."""
+    """The selected callables, each documented by the package of its operation (`attend` by `ops.attention`)."""
 
     attend: Attend
     attend_bidirectional: Callable[..., Tensor]
@@ -166,8 +166,8 @@ def _launcher(
 ) -> KernelLauncher:
     """Return a launcher of the C++ kernels. By default it has as many threads as torch.
 
-    It uses the package's precompiled kernels for this processor. If there are none, or if `compiler` is set, it
-    compiles the kernels. Raises `BuildError` if this fails.
+    The kernels are the package's precompiled ones for this processor. If there are none, or if `compiler` is set, the
+    kernels are compiled. Raises `BuildError` if this fails.
     """
     from ops.cpp.build import BuildError
     from ops.cpp.kernel_launcher import KernelLauncher
@@ -184,9 +184,9 @@ def _launcher(
 
 
 def must_compile(compiler: str | None = None) -> bool:
-    """Return whether `select` would have to compile C++ kernels, which is slow.
+    """Return whether `select` would have to compile C++ kernels, which takes seconds.
 
-    `compiler` is the setting of this name that `select` gets for "with_cpp".
+    `compiler` is the value of `select`'s setting `compiler` of "with_cpp".
     """
     from ops.cpp import prebuilt
     from ops.cpp.build import BuildError, is_whole, library_path

@@ -36,7 +36,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 
 def gate_round(x: Tensor, activation: str, group: int) -> RoundedRows:
-    """Return activation(first half) * second half with its rounding (see `ops.activation`)."""
+    """Return activation(first half) * second half, also rounded to float8 (see `ops.activation`)."""
     return round_rows(gate(x, activation), group)
 
 

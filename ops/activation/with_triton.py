@@ -1,4 +1,4 @@
-"""Gated activations in Triton. The kernel reads both halves once and rounds the product once."""
+"""Gated activations in Triton. The kernel reads both halves of x once, and rounds the result once."""
 
 # Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -32,7 +32,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 
 def gate_round(x: Tensor, activation: str, group: int) -> RoundedRows:
-    """Return activation(first half) * second half with its rounding (see `ops.activation`)."""
+    """Return activation(first half) * second half, also rounded to float8 (see `ops.activation`)."""
     width = x.shape[-1] // 2
     block = triton.next_power_of_2(width) if group == width else max(BLOCK, group)
     if block > MAX_BLOCK:
@@ -62,7 +62,7 @@ def _gate_kernel(
     x,  # [rows, 2 * width]
     out,  # [rows, width]
     width,
-    numbers,  # e4m3 [rows, width]: the result once more, in float8; None if GROUP is 0
+    numbers,  # e4m3 [rows, width], the result rounded to float8; None if GROUP is 0
     scales,  # [rows, width / GROUP]
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,

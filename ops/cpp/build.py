@@ -1,8 +1,8 @@
 """Compiles the C++ kernels for this processor, once.
 
-The library is plain C++ without torch's headers, and its units are compiled in parallel, so a build takes seconds. The
-file name in the user's cache contains a hash of the sources, the compiler and the processor. Different machines can
-therefore share a home directory.
+A build takes seconds, because the library is plain C++ without torch's headers, and its source files are compiled in
+parallel. The user's cache holds the library under a name with a hash of the sources, the compiler and the processor, so
+different machines can share a home directory.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ops.progress import progress_bar
 logger = logging.getLogger("penstock.kernels")
 
 SOURCES = Path(__file__).with_name("source")
-# The unit that takes longest comes first.
+# Source files that are compiled in parallel, the one that takes longest first.
 UNITS = ("quantized.cpp", "kernels.cpp", "attention.cpp", "products.cpp", "library.cpp")
 COMMON_FLAGS = ("-O3", "-std=c++20", "-pthread", "-ffp-contract=fast", "-fPIC", "-Wno-psabi")
 FLAGS = (*COMMON_FLAGS, "-march=native")
 TIMEOUT_S = 300  # seconds per compiled unit
 SCRATCH = "build-"  # prefix of the folders in which units are compiled
 LOCK_POLL_S = 0.1
-# Shell script that runs a command and kills its process group when standard input ends. Standard input is the reading
-# end of a lifeline.
+# Shell script that runs a command, and kills the command's process group when standard input ends. Standard input is
+# the reading end of a `Lifeline`.
 WATCHED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -9 0; } >/dev/null 2>&1 & exec "$@" 3<&-'
 DIGEST_BYTES = 32  # the SHA-256 digest at the end of a library's file
 
@@ -47,13 +47,14 @@ class BuildError(RuntimeError):
 
 
 class BuildStopped(RuntimeError):
-    """The lifeline of a build was cut."""
+    """The build was stopped by `Lifeline.cut`."""
 
 
 class Lifeline:
-    """A pipe whose writing end only this process has. When the end closes, all compilers of the build are killed.
+    """A pipe that ties the compilers of a build to this process. When its writing end closes, the compilers are killed.
 
-    It closes with `cut`, which any thread may call, and also if this process is killed.
+    Only this process has the writing end. `cut`, which any thread may call, closes this end, and so does the system if
+    this process is killed.
     """
 
     def __init__(self, *, in_background: bool = False) -> None:
@@ -89,11 +90,11 @@ def library_path(compiler: str, processor: Collection[str], flags: Sequence[str]
 def build(
     compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS, lifeline: Lifeline | None = None
 ) -> Path:
-    """Return the path of the compiled library. If the cache does not have it, compile it, which takes seconds.
+    """Return the path of the compiled library. If the cache does not have the library, compile it, which takes seconds.
 
-    One process compiles at a time; other processes wait and use its result. A failed build is retried once. If the
-    cache is not writable, a folder of this user in the temporary directory replaces it. Raises `BuildError` if the
-    build fails, and `BuildStopped` after `lifeline` is cut.
+    Only one process compiles at a time; the others wait and use its result. A failed build is retried once. If the
+    cache is not writable, a folder of this user in the temporary directory replaces the cache. Raises `BuildError` if
+    the build fails, and `BuildStopped` after `lifeline` is cut.
     """
     if lifeline is None:
         with Lifeline() as own:
@@ -126,9 +127,9 @@ def build(
 
 
 def _spare_directory(reason: Exception) -> Path:
-    """Return a folder that later processes of this user find, and that no other user can write to.
+    """Return a folder in the temporary directory for this user's libraries, always the same one.
 
-    Files in it are loaded as code. Raises `BuildError` if another user owns the folder or may write to it.
+    Its files are loaded as code. Raises `BuildError` if another user owns the folder or may write to it.
     """
     folder = Path(tempfile.gettempdir()) / f"penstock-kernels-{os.getuid()}"
     try:
@@ -184,7 +185,7 @@ def _open_lock(folder: Path) -> IO[bytes]:
 
 
 def _take(lock: IO[bytes], lifeline: Lifeline) -> None:
-    """Lock the file until it is closed. Waits for other processes that hold the lock."""
+    """Lock the file until it is closed. If another process holds the lock, wait."""
     import fcntl  # does not exist on Windows, which has no C++ kernels
 
     while True:
@@ -196,15 +197,16 @@ def _take(lock: IO[bytes], lifeline: Lifeline) -> None:
 
 
 def _remove_scratch(folder: Path) -> None:
-    """Delete the temporary folders of builds that were killed. The caller must hold the lock of `folder`."""
+    """Delete the scratch folders that killed builds have left. The caller must hold the lock of `folder`."""
     for scratch in folder.glob(f"{SCRATCH}*"):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def make(folder: Path, name: Callable[[Path], str], compiler: str, flags: Sequence[str], lifeline: Lifeline) -> Path:
-    """Compile a copy of the sources into the folder. `name` returns the library's file name for this copy.
+    """Compile a copy of the sources into `folder`, and return the library's path.
 
-    Returns the library's path. Raises `BuildError` if the build fails, and `BuildStopped` after `lifeline` is cut.
+    `name` maps the folder of the copy to the library's file name. Raises `BuildError` if the build fails, and
+    `BuildStopped` after `lifeline` is cut.
     """
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
         sources = Path(scratch)
@@ -235,7 +237,7 @@ def _sync(folder: Path) -> None:
 
 
 def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int, lifeline: Lifeline) -> Path:
-    """Compile the units, `parallel` at a time, and link them. Return the library's path, next to the sources."""
+    """Compile the source files, `parallel` at a time, and link them. Return the library's path, next to the sources."""
     objects, done = [str(sources / f"{number}.o") for number in range(len(UNITS))], count(1)
 
     def compile_unit(unit: str, output: str) -> None:
@@ -248,7 +250,7 @@ def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int, 
         progress_bar(len(UNITS), "Compiling CPU kernels", unit="file", quiet_s=0) as bar,
         ThreadPoolExecutor(min(len(UNITS), parallel)) as pool,
     ):
-        list(pool.map(compile_unit, UNITS, objects))  # the list raises the first unit's exception
+        list(pool.map(compile_unit, UNITS, objects))  # `list` waits, and raises the exception of the first failed unit
     library = sources / "library.so"
     _run([compiler, *flags, "-shared", *objects, "-o", str(library)], lifeline)
     if not library.is_file():
@@ -279,7 +281,7 @@ def _run(command: Sequence[str], lifeline: Lifeline) -> None:
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"Cannot run {compiler}: {error}.") from error
         finally:
-            with suppress(ProcessLookupError):  # raised if the watching shell has killed the group
+            with suppress(ProcessLookupError):  # raised if the shell script has already killed the group
                 os.killpg(process.pid, signal.SIGKILL)
     lifeline.check()
     if process.returncode != 0:

@@ -31,10 +31,10 @@ class NotCapturable(RuntimeError):
 
 
 class KernelLauncher:
-    """Runs the kernels of one engine on `num_threads` threads. Only one thread may use it at a time.
+    """Runs the kernels of one engine on `num_threads` threads. Only one thread may call the launcher at a time.
 
-    Operations allocate outputs with `empty` and run kernels with `launch`. During graph capture nothing is computed:
-    the graph records the kernels with the addresses of their operands.
+    Operations allocate outputs with `empty` and run kernels with `launch`. During graph capture, `launch` computes
+    nothing: the graph records the kernels with the addresses of their operands.
     """
 
     def __init__(self, library: Library, num_threads: int) -> None:
@@ -43,12 +43,12 @@ class KernelLauncher:
         self._pool = _Pool(library, num_threads)
         self._close = weakref.finalize(self, self._pool.close)
         self._graph: KernelGraph | None = None
-        self._captured: Step | None = None  # buffers from which captured kernels read rows
-        self._own_pages: Sequence[Step] = ()  # further buffers for pools with their own pages
+        self._captured: Step | None = None  # during capture: buffers from which the graph's kernels will read rows
+        self._own_pages: Sequence[Step] = ()  # the same for each cache pool that has its own page table
         self._weights = LargePages()
 
     def close(self) -> None:
-        """Stop the threads. If a run is in progress, wait for its end. Later runs raise RuntimeError."""
+        """Stop the threads, after a run that is in progress. Later runs raise RuntimeError."""
         self._close()
 
     @property
@@ -75,10 +75,10 @@ class KernelLauncher:
         return self._graph.arena.empty(shape, dtype)
 
     def weight_memory(self, size: int) -> Tensor:
-        """Return `size` bytes (uint8) for a weight, aligned to a cache line, at the beginning of a storage.
+        """Return a uint8 tensor of `size` bytes for a weight, aligned to a cache line, with a storage of its own.
 
-        Weights are adjacent in blocks of large pages. A step reads all weights once, and with small pages a large part
-        of this time would be address translation.
+        Weights are adjacent in blocks of large pages. A step reads all weights, and with small pages much of this time
+        would be spent on address translation.
         """
         return self._weights.take(size)
 
@@ -92,10 +92,10 @@ class KernelLauncher:
             self._weights = before
 
     def tokens(self, x: Tensor) -> int:
-        """Return the number of tokens of x [T, ...] as an operand.
+        """Return the operand that tells a kernel the number of tokens T of x [T, ...].
 
-        During capture it is 0: kernels then use the number of tokens of each step. Raises `NotCapturable` if x does not
-        have a row for each token of the step.
+        During capture this is 0, with which captured kernels use the number of tokens of the step that they compute.
+        Raises `NotCapturable` if x does not have one row per token of the step.
         """
         if self._graph is None:
             return len(x)
@@ -104,7 +104,7 @@ class KernelLauncher:
         return 0
 
     def launch(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None) -> None:
-        """Run a kernel now, or record it during capture. `step` describes the rows; None: the kernel reads none."""
+        """Run a kernel or, during capture, record it. `step` describes the step's rows, if the kernel reads them."""
         if self._graph is not None:
             if step is not None and self._captured is not None:
                 self._bind(operands, step, self._captured)
@@ -114,7 +114,10 @@ class KernelLauncher:
         self.run(ctypes.addressof(node), 1, step or _NO_STEP)
 
     def _bind(self, operands: ctypes.Structure, step: Step, captured: Step) -> None:
-        """Make a captured kernel read rows from the captured step, or from the step of a pool with its own pages."""
+        """Let a captured kernel read rows from `captured` or, for a pool with its own pages, from `_own_pages`.
+
+        Raises `NotCapturable` if `step` has other buffers.
+        """
         for own in self._own_pages:
             if isinstance(operands, Attend | Store) and step.slot_mapping == own.slot_mapping:
                 if isinstance(operands, Attend):
@@ -125,7 +128,7 @@ class KernelLauncher:
         _check_same(step, captured)
 
     def run(self, nodes: int, count: int, step: Step) -> None:
-        """Run `count` nodes from the address `nodes` on. Raises RuntimeError after `close`."""
+        """Run `count` graph nodes, an array at the address `nodes`. Raises RuntimeError after `close`."""
         self._pool.run(nodes, count, ctypes.addressof(step))
 
     def capture(
@@ -137,9 +140,9 @@ class KernelLauncher:
     ) -> KernelGraph:
         """Return a graph of the kernels that `forward` launches, for steps of up to `capacity` tokens.
 
-        `step` has the buffers that all later steps use. `own_pages` has a `Step` with such buffers for each pool with
-        its own pages. Raises `NotCapturable` if torch would have to compute a part of the step, or if a kernel reads
-        token ids, positions, a slot mapping or query starts from other buffers.
+        `step` has the buffers that each later step fills. `own_pages` has a further `Step` for each cache pool that has
+        its own page table. Raises `NotCapturable` if torch would have to compute a part of the step, or if a kernel
+        reads token ids, positions, a slot mapping or query starts from other buffers.
         """
         graph = KernelGraph(self, capacity)
         self._graph, self._captured, self._own_pages = graph, step, own_pages
@@ -157,14 +160,14 @@ _BUFFERS = ("token_ids", "positions", "slot_mapping", "query_starts")
 
 
 def _check_same(step: Step, captured: Step) -> None:
-    """Raise `NotCapturable` if `step` has other buffers than the captured step."""
+    """Raise `NotCapturable` if `step` has other buffers than `captured`."""
     for name in _BUFFERS:
         if getattr(step, name) not in (None, getattr(captured, name)):
             raise NotCapturable(f"an operation reads {name} from another buffer than the step's")
 
 
 class _Pool:
-    """The worker threads. `close` waits for a running kernel, because a daemon thread may still run one at exit."""
+    """The worker threads. `close` waits for a running kernel: at exit, a daemon thread may still be running one."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self._library = library
@@ -185,7 +188,7 @@ class _Pool:
 
 
 class KernelGraph:
-    """The kernels of a step, in order, with the memory of their intermediate tensors."""
+    """A captured step: its kernels in order, and the memory of their intermediate tensors."""
 
     def __init__(self, launcher: KernelLauncher, capacity: int) -> None:
         self.capacity = capacity
@@ -199,9 +202,9 @@ class KernelGraph:
     def append(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure) -> None:
         """Add a kernel, or fuse it with the previous kernel.
 
-        The store of keys is fused with their rotation, so that the keys are still in the cache of the core that rotated
-        them. An activation is fused with the product before it. This is safe, because no other kernel may read the
-        product's results (see `ops.activation`).
+        A store of keys and values is fused with the rotation of the keys, so that the core that has rotated the keys
+        stores them from its cache. An activation is fused with the product before it, because only the activation may
+        read the product's results (see `ops.activation`).
         """
         last = self.operands[-1] if self.operands else None
         if isinstance(operands, Store) and isinstance(last, Rotate) and operands.k == last.k:
@@ -227,7 +230,7 @@ class KernelGraph:
         self._array = (GraphNode * len(self.nodes))(*self.nodes)
 
     def followed_by(self, other: KernelGraph) -> KernelGraph:
-        """Return a graph that runs this graph and then `other`. It uses the memory of both."""
+        """Return a graph that runs the kernels of this graph and then those of `other`, in the memory of both."""
         joined = KernelGraph(self._launcher, min(self.capacity, other.capacity))
         joined.nodes = [*self.nodes, *other.nodes]
         joined._parts = (self, other)
@@ -235,7 +238,7 @@ class KernelGraph:
         return joined
 
     def without(self, kernels: Collection[str]) -> KernelGraph:
-        """Return a graph that runs all kernels except those with these names. It uses the memory of this graph."""
+        """Return a graph that runs all kernels of this graph except those named, in the memory of this graph."""
         rest = KernelGraph(self._launcher, self.capacity)
         name_of = self._launcher.library.name_of
         rest.nodes = [node for node in self.nodes if name_of(node.kernel) not in kernels]
@@ -252,7 +255,7 @@ class KernelGraph:
         self._launcher.run(ctypes.addressof(self._array), len(self._array), step)
 
     def time(self, step: Step) -> list[tuple[str, float]]:
-        """Compute a step kernel by kernel. Return (name, seconds) of each kernel, including the call's overhead."""
+        """Compute a step kernel by kernel. Return (name, seconds) of each kernel, call overhead included."""
         times = []
         for node in self.nodes:
             began = perf_counter()
@@ -284,9 +287,9 @@ class _Block:
 
 @dataclass(slots=True)
 class Arena:
-    """Memory for the intermediate tensors of a graph. If a tensor is freed during capture, its memory is reused.
+    """Memory for the intermediate tensors of a graph. Tensors reuse memory of tensors that are freed during capture.
 
-    Therefore a step of many layers needs only the memory of one layer, which stays in the processor's caches.
+    Therefore a step needs memory for the tensors of only one layer, which stay in the processor's caches.
     """
 
     blocks: list[_Block] = field(default_factory=list)
@@ -300,7 +303,7 @@ class Arena:
         else:
             block = _Block(_aligned(nbytes))
             self.blocks.append(block)
-        # A separate storage over the block's memory. It expires with the last view of this tensor.
+        # A separate storage over the block's memory, which expires when the last view of this tensor is freed.
         whole = torch.frombuffer(block.memory[:nbytes].data, dtype=dtype)
         block.user = StorageWeakRef(whole.untyped_storage())
         return whole.view(*shape)

@@ -28,9 +28,9 @@ CACHE_TYPES = {
 
 
 class KernelDescription(NamedTuple):
-    """The facts that determine how the CPU kernels round. Engines with different descriptions may round differently.
+    """The properties of a CPU engine on which the rounding of its kernels depends.
 
-    `str` returns one line for a table or a bug report.
+    Engines with equal descriptions round equally. `str` returns one line for a table or a bug report.
     """
 
     kernels: str  # "C++" or "torch"
@@ -84,7 +84,7 @@ class Library:
         self.close_pool.argtypes, self.close_pool.restype = (c_void_p,), None
         check_sizes((_Size * (len(STRUCTURES) + 1)).in_dll(self._library, "STRUCTURE_SIZES"))
         self.panel_width = int(self._library.panel_width())
-        # bytes; 8-bit matmuls pad the input dimension (K) to a multiple of this
+        # 8-bit products pad rows of inputs to a multiple of this number of bytes.
         self.byte_step = int(self._library.byte_step())
         self.max_byte_depth = int(self._library.max_byte_depth())
         self._library.instruction_set.restype = c_char_p
@@ -109,9 +109,10 @@ class Library:
 def load(
     compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS, lifeline: Lifeline | None = None
 ) -> Library:
-    """Return the library for a processor with these flags. Compile it if the cache has no library that loads.
+    """Return the library for a processor with the CPU flags `processor`, and the compiler flags `flags`.
 
-    Raises `BuildError` if it cannot be compiled or loaded, and `BuildStopped` after `lifeline` is cut.
+    Compiles the library if the cache has none that loads. Raises `BuildError` if the library cannot be compiled or
+    loaded, and `BuildStopped` after `lifeline` is cut.
     """
     path = build(compiler, processor, flags, lifeline)
     try:
@@ -135,7 +136,7 @@ def load_prebuilt(machine: str, cpu_flags: Collection[str]) -> Library | None:
 
 
 def cache_type(pool: Tensor, dtype: torch.dtype) -> int | None:
-    """Return the code of a pool's dtype for kernels in `dtype` (0: the same dtype), or None if they cannot read it."""
+    """Return the code of the pool's dtype for kernels in `dtype` (0: `dtype`), or None if they cannot read the pool."""
     return 0 if pool.dtype == dtype else CACHE_TYPES.get(pool.dtype)
 
 
@@ -145,7 +146,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def contiguous_tokens(x: Tensor) -> Tensor:
-    """Return x [T, D] or [T, H, D] with each token's elements contiguous; a copy if necessary."""
+    """Return x [T, D] or [T, H, D] such that each token's elements are contiguous. Copies x if necessary."""
     if x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2]):
         return x
     return x.contiguous()

@@ -1,8 +1,8 @@
-"""C++ kernels that are compiled before installation: one library for each kind of processor.
+"""C++ kernels that are compiled before or during installation: one library for each kind of processor.
 
-A wheel of `just wheel` contains all these libraries; `pip install .` compiles the one for this machine. A machine with
-a matching library needs no compiler, and the first start is as fast as later ones. The file names contain a hash of the
-sources, so that a library of other sources is never loaded.
+`just wheel` compiles all these libraries into a wheel; `pip install .` compiles only the one for this machine. With a
+library for its processor, a machine needs no compiler, and its first start is as fast as later ones. File names contain
+a hash of the sources, so that a library of other sources is never loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ RUNTIME_FLAGS = ("-static-libstdc++", "-static-libgcc")  # a machine without a c
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A kind of processor."""
+    """A kind of processor for which a library is compiled."""
 
     name: str
     machine: str  # as in `Machine.processor`
-    needs: frozenset[str]  # as in `Machine.cpu_flags`
+    needs: frozenset[str]  # CPU flags that the library requires, as in `Machine.cpu_flags`
     flags: tuple[str, ...]  # compiler flags of GCC and Clang
 
     def file_name(self, sources: Path = SOURCES) -> str:
@@ -74,7 +74,7 @@ CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}  # by architecture; in De
 
 
 def targets_of(choice: str, machine: Machine) -> tuple[list[Target], str | None]:
-    """Return the targets of a wheel, and the path of the compiler for them, or None without a compiler.
+    """Return the targets of a wheel, and the path of the compiler for them (None if there is no compiler).
 
     `choice` is "this" (this processor), "all" (all targets of this architecture), "none", or an architecture such as
     "aarch64". Targets of another architecture need a cross compiler. Raises ValueError for an unknown choice, and if
@@ -103,7 +103,7 @@ def targets_of(choice: str, machine: Machine) -> tuple[list[Target], str | None]
 
 
 def compile_target(target: Target, compiler: str, folder: Path) -> Path:
-    """Compile the library for a target into the folder, and return its path. Raises `BuildError`."""
+    """Compile the library for a target into the folder, and return its path. Raises `BuildError` if this fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with Lifeline() as lifeline:
         flags = (*COMMON_FLAGS, *RUNTIME_FLAGS, *target.flags)

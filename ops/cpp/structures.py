@@ -1,4 +1,4 @@
-"""Operands of the kernels as ctypes structures, with the fields that the headers in `source/` declare."""
+"""Operands of the kernels as ctypes structures. Their fields are parsed from the C++ headers in `source/`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VALUES = re.compile(r"(\w+) (\w+(?:, \w+)*)")
 
 
 class Declarations:
-    """Structures that C++ code declares."""
+    """The structures that some C++ code declares."""
 
     def __init__(self, code: str) -> None:
         self._bodies = dict(_STRUCTURE.findall(code))
@@ -29,9 +29,9 @@ class Declarations:
         return structure in self._bodies
 
     def fields(self, structure: str, known: Mapping[str, type[Structure]]) -> list[tuple[str, Any]]:
-        """Return (name, ctypes type) of each field, in order. A field may be one of the `known` structures.
+        """Return (name, ctypes type) of each field, in order. The type of a field may be one of the `known` structures.
 
-        Raises ValueError if it cannot parse a declaration.
+        Raises ValueError if a declaration cannot be parsed.
         """
         fields: list[tuple[str, Any]] = []
         for declaration in _COMMENT.sub("", self._bodies[structure]).split(";"):
@@ -66,7 +66,7 @@ class _Declared(type(Structure)):
 
 
 class Operands(Structure, metaclass=_Declared):
-    """A C++ structure: `class Norm` has the fields of `NormOperands`, and `class Step` the fields of `Step`."""
+    """Base class of C++ structures. `class Norm` has the fields of `NormOperands`, and `class Step` those of `Step`."""
 
     if TYPE_CHECKING:  # Pyright accepts keywords only, so no code depends on the order of fields
 

@@ -2,7 +2,7 @@
 
 The environment variable PENSTOCK_KERNELS selects the processors: `this` (the default), `all`, `none`, or an
 architecture such as `aarch64`, which needs a cross compiler on other machines. Without a compiler the wheel has no
-compiled kernels. Penstock then compiles them at its first start, if it finds a compiler.
+compiled kernels, and Penstock compiles them at its first start if it then finds a compiler.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 VARIABLE = "PENSTOCK_KERNELS"
-INSIDE = "ops/cpp/prebuilt"  # folder of the libraries in the wheel
+INSIDE = "ops/cpp/prebuilt"  # folder of the wheel that contains the libraries
 
 
 class KernelHook(BuildHookInterface):
-    """Adds compiled kernels to wheels, but not to editable installs, because their sources change."""
+    """Adds compiled kernels to wheels. Editable installs get none, because their sources may change."""
 
     _scratch: tempfile.TemporaryDirectory[str] | None = None
 

@@ -10,9 +10,9 @@ A backend file defines
 
 `embed` returns row `id - first_id` of `weight` for ids in first_id .. first_id + V' - 1, and zeros for other ids.
 Therefore the sum over ranks is the lookup in the whole vocabulary. Without `first_id`, `weight` has the whole
-vocabulary. Rows are multiplied by `scale` and rounded to the weight's dtype. `media` is a pair of vectors [T, E] in
-that dtype and a mask bool [T]: a masked token gets its vector unchanged, and its id is ignored. `media` excludes
-`first_id`.
+vocabulary. Rows are multiplied by `scale` and rounded to the weight's dtype. `media` is a pair: vectors [T, E] in the
+weight's dtype, and a mask, bool [T]. Tokens for which the mask is true get their vector of `media` instead of a row,
+and their ids are ignored. `media` and `first_id` cannot be combined.
 
 `embed_with_positions` adds the vector of a token's position and the vector of its type. A token has the second type
 if its element of `second_starts` is not 0 and its position is at least that element. Otherwise it has the first type.

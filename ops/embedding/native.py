@@ -30,7 +30,7 @@ def look_up(
 ) -> Tensor:
     """Return the vectors of the ids in a rank's part of the vocabulary, and zeros for other ids.
 
-    `rows(indices [T], weight)` does the lookup and gets only valid indices.
+    `rows(indices [T], weight)` looks up rows of the weight. It is called with valid indices only.
     """
     if first_id is None:
         return rows(token_ids, weight)
@@ -63,7 +63,7 @@ def reads(prepared: Tensor) -> bool:
 
 
 def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
-    """Return scaled and bounded logits in float32 (see `ops.embedding`)."""
+    """Return logits in float32, after scale and soft cap (see `ops.embedding`)."""
     logits = products.float()
     if soft_cap is not None:
         return logits.mul_((scale or 1.0) / soft_cap).tanh_().mul_(soft_cap)

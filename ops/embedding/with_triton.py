@@ -1,4 +1,4 @@
-"""Embedding and logits in Triton. Each kernel computes its output in one pass, without a mask of ids in memory."""
+"""Embedding and logits in Triton. Each kernel computes its output in one pass, without intermediate tensors."""
 
 # Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -50,7 +50,7 @@ def reads(prepared: Tensor) -> bool:
 
 
 def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
-    """Return scaled and bounded logits in float32 (see `ops.embedding`)."""
+    """Return logits in float32, after scale and soft cap (see `ops.embedding`)."""
     if products.dtype == torch.float32 and scale is None and soft_cap is None:
         return products
     products = products if products.stride(-1) == 1 else products.contiguous()

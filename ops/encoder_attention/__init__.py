@@ -6,7 +6,7 @@ A backend file defines
         -> [T, H, D]
 
 `metadata` (`ops.attention.AttentionMetadata`) gives the bounds of the rows; each row is a complete text. A token
-attends to all tokens of its row or, with `reach`, to the tokens at a distance of at most `reach`. Scores are q.k *
-scale. If `bias` is given, `bias(L)` [H, L, L], in the dtype of q, is added to the scores of a row of L tokens. `bias`
-and `reach` must not be combined.
+attends to all tokens of its row or, with `reach`, to those at most `reach` positions away. Scores are q.k * scale. If
+`bias` is given, `bias(L)`, [H, L, L] in the dtype of q, is added to the scores of a row of L tokens. `bias` and `reach`
+cannot be combined.
 """

@@ -27,7 +27,7 @@ def attend_bidirectional(
     reach: int | None = None,
     bias: Bias | None = None,
 ) -> Tensor:
-    """Return the attention [T, H, D] of each row to itself (see `ops.encoder_attention`)."""
+    """Return the attention output [T, H, D] of rows that attend to themselves (see `ops.encoder_attention`)."""
     counts = metadata.counts_host
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.is_cuda and len(set(counts)) > 1:
@@ -51,7 +51,7 @@ def attend_bidirectional(
 
 
 def _attend_near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale: float) -> None:
-    """Write the attention of rows [N, H, L, D] to `out`, in blocks of queries that skip most keys outside `reach`."""
+    """Write the attention of rows [N, H, L, D] to `out`, in blocks of queries. A block skips most keys out of reach."""
     length = q.shape[2]
     block = max(reach, MIN_BLOCK)
     for low in range(0, length, block):
@@ -68,14 +68,14 @@ def _attend_near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float, reach: int | None, bias: Bias | None
 ) -> Tensor:
-    """Compute all rows in one call, padded to the longest row. On a GPU, one launch is faster than one per row."""
+    """Compute all rows in one call, padded to the longest row. On a GPU, this is faster than one launch per row."""
     num_rows, width = len(counts), max(counts)
     index = torch.cat([torch.arange(count) + row * width for row, count in enumerate(counts)])
     index = index.to(q.device, non_blocking=True)
     lengths = torch.tensor(counts).to(q.device, non_blocking=True)
     positions = torch.arange(width, device=q.device)
     mask = (positions < lengths.unsqueeze(1))[:, None, None]  # [N, 1, 1, width]
-    if reach is not None:  # some padding queries see no key; their NaN results are dropped
+    if reach is not None:  # some padding queries then have no key, and their results, NaN, are dropped
         mask = mask & ((positions - positions.unsqueeze(1)).abs() <= reach)
     if bias is not None:
         mask = bias(width).masked_fill(~mask, -torch.inf)

@@ -28,7 +28,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         reach: int | None = None,
         bias: native.Bias | None = None,
     ) -> Tensor:
-        """Return the attention of each row to itself. `native` computes calls with a bias or unsupported tensors."""
+        """Return the attention output [T, H, D]. `native` computes calls with a bias or with unsupported tensors."""
         if bias is not None or not computes(q.dtype, q.shape[2], k):
             return native.attend_bidirectional(q, k, v, metadata, scale=scale, reach=reach, bias=bias)
         q, k, v = contiguous_tokens(q), contiguous_tokens(k), contiguous_tokens(v)

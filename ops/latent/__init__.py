@@ -1,4 +1,4 @@
-"""Attention over latent vectors (DeepSeek V2, arXiv 2405.04434), absorbed or with expanded keys and values.
+"""Attention over latent vectors (MLA; DeepSeek V2, arXiv 2405.04434), absorbed or with expanded keys and values.
 
 A backend file defines
 
@@ -7,16 +7,16 @@ A backend file defines
     attend_latent(q_nope [T, H, N], q_pe [T, H, P], pool, weights, metadata, options, attend) -> [T, H * V]
 
 `join` concatenates a token's latent vector and its rotated key, as the pool [pages, 1, page, R + P] holds them.
-`q_nope` is the part of a query that is multiplied with the latent part of a key, and `q_pe` is the rotated part. The
-latent part of a head's keys is latent @ weight.T, and its values are latent @ weight.T with another weight
-(`LatentWeights`). `prepare_heads` converts such weights to the backend's layout.
-`attend_latent` computes
+A key consists of an unrotated part, computed from the latent vector, and the rotated key that all heads share. `q_nope`
+and `q_pe` are the parts of a query for these two. The unrotated part of a head's keys is latent @ weight.T, and its
+values are latent @ weight.T with another weight (`LatentWeights`). `prepare_heads` converts such weights to the
+backend's layout. `attend_latent` computes
 
 - rows of fewer than `expand_from` tokens absorbed: the weight of the keys is applied to the queries, and the weight of
   the values to the result. `attend`, a kernel of `ops.attention`, reads the latent vectors as the keys and values of
   one head;
-- longer rows, if `expand_from` is not None, with expanded keys and values. Keys and values are computed from the latent
-  vectors for some heads or positions at a time, and dropped after use.
+- longer rows with expanded keys and values: these are computed from the latent vectors for some heads or positions at
+  a time, and dropped after use. If `expand_from` is None, all rows are absorbed.
 
 Both methods give the same result except for rounding. All KV of the step is stored before the call.
 """
@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Minimum number of tokens of an expanded row. In shorter rows, each token's result is bit-identical to its result in a
-# single-token row.
+# Lower bound on `expand_from`. Rows of fewer tokens are always absorbed, so that each token's result is bit-identical
+# to its result in a single-token row.
 MIN_EXPANDED_TOKENS = 128
 
 
@@ -45,9 +45,9 @@ class LatentWeights(NamedTuple):
 def min_tokens_to_expand(rank: int, nope_dim: int, value_dim: int) -> int | None:
     """Return the minimum number of new tokens of a sequence for which MLA is faster with expanded keys and values.
 
-    Returns None if absorbed MLA is always faster. Let a sequence have C new tokens after S cached ones; a token then
-    sees S + C / 2 positions on average. R is the latent size, P the rotated part and N the unrotated part of a key, and
-    V the value size. One head needs these multiplications:
+    Returns None if absorbed MLA is always faster. Let a sequence have C new tokens after S cached tokens, so that a new
+    token attends to S + C / 2 positions on average. Let R be the size of a latent vector, P and N the sizes of the
+    rotated and the unrotated part of a key, and V the size of a value. One head needs these multiplications:
 
     - absorbed: C (S + C / 2) (2 R + P) for attention, and C R (N + V) before and after it;
     - expanded: C (S + C / 2) (N + P + V) for attention, and (S + C) R (N + V) for the keys and values.

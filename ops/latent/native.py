@@ -11,7 +11,7 @@ from ops.attention.hybrid import part_of
 from ops.attention.native import Scoring, attend_gathered_row, gather_row
 from ops.latent import LatentWeights
 
-# Maximum number of elements of expanded keys and values in memory at a time. A single head may exceed it.
+# Maximum number of elements of expanded keys and values in memory at a time, but at least one head is expanded.
 MAX_EXPANDED_ELEMENTS = 2**24
 
 
@@ -61,13 +61,13 @@ def attend_absorbed(
     options: AttentionOptions,
     attend: Attend,
 ) -> Tensor:
-    """Compute all rows absorbed: `attend` reads the latent vectors. The result is [T, H * V]."""
+    """Compute all rows absorbed, with `attend` over the latent vectors. Return [T, H * V]."""
     query = absorb(q_nope, q_pe, weights.absorbing)
     return expand(attend(query, pool, pool, metadata, options), weights.values)
 
 
 def absorb(q_nope: Tensor, q_pe: Tensor, absorbing: Tensor) -> Tensor:
-    """Return the absorbed queries [T, H, R + P]: q_nope multiplied into the latent space (R), then q_pe (P)."""
+    """Return the absorbed queries [T, H, R + P]: `q_nope` times each head's weight (R), followed by `q_pe` (P)."""
     absorbed = torch.bmm(q_nope.transpose(0, 1), absorbing).transpose(0, 1)
     return torch.cat((absorbed, q_pe), dim=-1)
 

@@ -1,7 +1,7 @@
 """Latent attention in C++.
 
-`ops/cpp/source/heads.h` multiplies each head by its weight. `attend_expanded.h` attends with expanded keys and values.
-For absorbed rows, a kernel of `ops.attention` attends over the latent vectors.
+The kernel of `ops/cpp/source/heads.h` multiplies each head by its weight. The kernel of `attend_expanded.h` computes
+rows with expanded keys and values. For absorbed rows, a kernel of `ops.attention` attends over the latent vectors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ops.latent import LatentWeights, native
 
 
 class PackedHeads(Tensor):
-    """A view [H, O, I] of weights that are packed into panels. In memory, each head is padded to whole panels."""
+    """A view [H, O, I] of weights that are packed into panels. In memory, each head is padded to a whole panel."""
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
@@ -32,7 +32,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
 
 
 def prepare_heads(launcher: KernelLauncher, weight: Tensor) -> Tensor:
-    """Pack the weights into panels, or prepare them for `native` if the kernels lack their dtype."""
+    """Pack the weights into panels, or prepare them for `native` if the kernels do not support them."""
     dtype, (heads, out_size, in_size) = weight.dtype, weight.shape
     if weight.device.type != "cpu" or dtype not in TYPES or in_size * dtype.itemsize % 4:
         return native.prepare_heads(weight)
@@ -71,8 +71,8 @@ def attend_latent(
 ) -> Tensor:
     """Compute short rows absorbed and long rows expanded (see `ops.latent`).
 
-    The kernels select the rows to expand, so that a captured graph can run steps with other rows. No row is expanded if
-    the kernels do not support the weights or the pool.
+    The kernels themselves select the rows to expand, because a captured graph runs steps with other rows. No row is
+    expanded if the kernels do not support the weights or the pool.
     """
     packed = [isinstance(weight, PackedHeads) for weight in (weights.absorbing, weights.values)]
     if not any(packed):

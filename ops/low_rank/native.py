@@ -1,4 +1,4 @@
-"""LoRA in plain torch: the products of one adapter slot after the other."""
+"""LoRA in torch: computes the products of one adapter slot after another."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Low-rank additions in Triton: one kernel computes A x of each token, a second kernel computes y += B (A x).
 
-A program computes a tile of 32 tokens, whose slots may differ. It iterates over the distinct slots of the tile.
-Therefore tokens need no sorting, and a tile of one prompt reads A and B once. If no token has an adapter, the program
-ends after it has read the slots. Grids and memory depend only on shapes. If there are few tokens, the slots of a tile
-are distributed over several programs, and so are the inputs of a token. The order of a token's sums does not depend on
-the number of tokens.
+A program computes a tile of 32 tokens, whose slots may differ: it iterates over the distinct slots of the tile.
+Therefore tokens need no sorting, and a program reads A and B once if its tile is of one prompt. If no token has an
+adapter, the program ends after it has read the slots. Grids and memory depend only on shapes. If there are few tokens,
+several programs share a tile: each computes some of the slots, and some of the inputs. The order in which a token's
+products are summed does not depend on the number of tokens.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -86,7 +86,7 @@ def _block(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
-# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# `num_tokens` varies between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
     x,  # [num_tokens, IN]
@@ -134,7 +134,7 @@ def _shrink_kernel(
         slot = tl.max(left, axis=0)
 
 
-# Both vary between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# These arguments vary between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens", "num_sums"])
 def _expand_kernel(
     shrunk,  # [num_sums, num_tokens, PARTS, RANK]
@@ -195,14 +195,14 @@ def _expand_kernel(
 
 @triton.jit
 def _slots_of_lane(slots, tokens, num_tokens):
-    """Return each token's slot, or 0 if another program of axis 1 computes the slot."""
+    """Return each token's slot, or 0 if the slot is computed by another program of the grid's axis 1."""
     all_slots = tl.load(slots + tokens, mask=tokens < num_tokens, other=0)
     return tl.where(all_slots % tl.num_programs(1) == tl.program_id(1), all_slots, 0)
 
 
 @triton.jit
 def _add_product(values, factors, total):
-    """Return total + values @ factors. `values` are float32 and keep at least 16 bits."""
+    """Return total + values @ factors. `values` are float32, and the product uses at least 16 bits of them."""
     if factors.dtype == tl.bfloat16:
         high = values.to(tl.bfloat16)
         total = tl.dot(high, factors, total)

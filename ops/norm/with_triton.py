@@ -16,7 +16,7 @@ from ops.matmul.triton_float8 import round_scale, to_float8
 from ops.norm import native
 from ops.norm.native import add
 
-# torch computes `add`, for which it already needs only one kernel.
+# torch computes `add`, because it needs only one kernel for it.
 __all__ = [
     "add",
     "add_layer_norm",
@@ -30,7 +30,7 @@ TILE = 1024  # elements per program; short rows (heads) share a program
 
 
 class Kind(NamedTuple):
-    """Kind of normalisation, with its parameters."""
+    """A kind of normalisation with its parameters."""
 
     weight: Tensor  # [E]
     eps: float
@@ -113,7 +113,7 @@ def _launch(
         scales,
         num_rows,
         num_heads,
-        x.stride(0) if num_tokens > 1 else 0,  # else the size of the whole step, whose divisibility varies
+        x.stride(0) if num_tokens > 1 else 0,  # one token's stride is arbitrary, and Triton specialises on it
         x.stride(1),
         kind.eps,
         WIDTH=width,
@@ -128,15 +128,15 @@ def _launch(
     )
 
 
-# Both vary with the number of tokens. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# These arguments vary between steps. Triton would compile further variants for the value 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def _norm_kernel(
     x,  # [T, H, WIDTH]
-    residual,  # [T * H, WIDTH]; if ADDED, the sum replaces it
+    residual,  # [T * H, WIDTH]; if ADDED, x + residual overwrites it
     weight,  # [WIDTH]
     bias,  # [WIDTH]
     out,  # [T * H, WIDTH]
-    numbers,  # e4m3 [T * H, WIDTH]: the result once more, in float8; None if GROUP is 0
+    numbers,  # e4m3 [T * H, WIDTH], the result rounded to float8; None if GROUP is 0
     scales,  # [T * H, WIDTH / GROUP]
     num_rows,
     num_heads,
