@@ -43,7 +43,7 @@ class Window(NamedTuple):
         return position - position % self.size if self.chunked else max(0, position - self.size + 1)
 
     def hides(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """Return whether each key is before the window of each query. Both arguments are positions and broadcast."""
+        """Return whether each key is before the window of each query. The arguments are positions, and broadcast."""
         first = queries - queries % self.size if self.chunked else queries - self.size + 1
         return keys < first
 

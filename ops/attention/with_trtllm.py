@@ -1,4 +1,4 @@
-"""Paged attention with TensorRT-LLM's kernels in FlashInfer. They need no plan and read the page table directly.
+"""Paged attention with TensorRT-LLM's kernels in FlashInfer, which need no plan and read the page table directly.
 
 Written for flashinfer-python 0.6.13. FlashInfer downloads the compiled kernels at first use, or takes them from the
 package flashinfer-cubin. The kernels read all arguments on the device, except for the maximum lengths. These lengths

@@ -44,7 +44,7 @@ class KernelLauncher:
         self._close = weakref.finalize(self, self._pool.close)
         self._graph: KernelGraph | None = None
         self._captured: Step | None = None  # during capture: buffers from which the graph's kernels will read rows
-        self._own_pages: Sequence[Step] = ()  # the same for each cache pool that has its own page table
+        self._own_pages: Sequence[Step] = ()  # during capture: further buffers, for cache pools with their own pages
         self._weights = LargePages()
 
     def close(self) -> None:

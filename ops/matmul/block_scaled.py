@@ -27,7 +27,8 @@ def block_scales(weight: GroupedWeight) -> Tensor | None:
 def pack_blocks(weight: GroupedWeight, dtype: torch.dtype, *, multiple: int) -> Tensor | None:
     """Return the weight [O, I], packed with one scale per block, for products in bfloat16.
 
-    Returns None for other weights, other dtypes, and if O is not a multiple of `multiple`.
+    Returns None for weights that have no such scales (see `block_scales`), for other dtypes than bfloat16, and if O is
+    not a multiple of `multiple`.
     """
     if dtype != torch.bfloat16 or weight.codes.shape[-2] % multiple:
         return None

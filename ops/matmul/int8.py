@@ -1,7 +1,7 @@
 """Matrix products with 8-bit weights in torch, for processors without C++ kernels.
 
-A weight is scale[o] * q with integers q from -127 to 127. Each product dequantises the weight, which saves memory but
-not time.
+A weight is scale[o] * q[o, i] with integers q from -127 to 127. Each product dequantises the weight, so 8 bits save
+memory but no time.
 """
 
 from __future__ import annotations

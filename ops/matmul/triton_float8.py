@@ -1,7 +1,7 @@
 """Matrix products in Triton with float8 weights (e4m3), which have one scale per output and group of inputs.
 
-On GPUs with float8 products, the rows of x are rounded to e4m3 too, with one scale per row and group. This rounding
-does not depend on the number of rows. On older GPUs, the weights are converted to x's dtype instead, without loss.
+On GPUs with float8 products, the rows of x are rounded to e4m3 too, with one scale per row and group. The rounding of a
+row does not depend on other rows. On older GPUs, the weights are converted to x's dtype instead, without loss.
 """
 
 # Pyright cannot check the arguments of kernel launches.

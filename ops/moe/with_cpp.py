@@ -257,6 +257,6 @@ def _as_experts(packed: Tensor, num_experts: int, rows: int) -> Tensor:
     """Return a view of packed memory as the weights of experts, [X, rows, I]."""
     size = packed.shape[1]
     shape, strides = (num_experts, rows, size), (rows * size, size, 1)
-    if isinstance(packed, PackedWeight4):  # such a view has strides of 0
+    if isinstance(packed, PackedWeight4):  # views of this class have strides of 0
         strides = (0, 0, 0)
     return packed.as_strided(shape, strides, packed.storage_offset()).as_subclass(type(packed))

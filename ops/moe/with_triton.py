@@ -107,7 +107,7 @@ def mix(
 ) -> Tensor:
     gate_up, down, gate_up_bias, down_bias = mixture
     (num_tokens, top_k), (num_experts, size, _) = experts.shape, down.shape
-    x = x if x.is_contiguous() else x.contiguous()  # `RoundedRows` stay as they are
+    x = x if x.is_contiguous() else x.contiguous()  # without a copy, `RoundedRows` keep their rounding
     by_expert = sort_pairs(experts, num_experts)
     pairs_per_row = top_k
     if weigh_inputs:  # x then has one row per pair instead of one per token

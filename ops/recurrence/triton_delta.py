@@ -291,7 +291,7 @@ def _prepare_kernel(
     tl.store(factor + HEADS * num_tokens, key_scale * tl.exp(ends - total), mask=inside)
     tl.store(factor + 2 * HEADS * num_tokens, tl.exp(total), mask=inside)
 
-    # Each update depends on the chunk's earlier updates, so the updates solve (1 + system) @ updates = known values.
+    # A token's update depends on the chunk's earlier updates. All updates solve (1 + system) @ updates = known values.
     system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * key_scale[:, None] * key_scale[None, :]
     system *= beta[:, None] * tl.exp(tl.where(is_earlier, between, float("-inf")))
     # Invert 1 + system. Each round doubles the size of the diagonal blocks that are inverted.

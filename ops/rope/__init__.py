@@ -15,7 +15,7 @@ A backend file defines
                sines for later layers; None: every call computes them
 
 `rotate` rotates the first R dimensions of each head and leaves the other dimensions unchanged. Pair i has the
-dimensions (i, i + R / 2), or (2i, 2i + 1) if `interleaved`. It may overwrite its inputs; use the returned tensors.
+dimensions (i, i + R / 2), or (2i, 2i + 1) if `interleaved`. `rotate` may overwrite q and k; use the returned tensors.
 Source: RoFormer, arXiv 2104.09864.
 
 `angles` supports positions with three axes (time, height, width). It returns one row per token, in the table's layout:

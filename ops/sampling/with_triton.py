@@ -142,7 +142,7 @@ def _count_kernel(
     peaks,  # [R, 2, MAX_PARTS]
     best_ids,  # [R, 2, MAX_PARTS]
     counts,  # [R, parts, BINS], number of tokens in each bin
-    masses,  # [R, 2, MAX_PARTS], mass of all tokens, and of those whose weight is at least min_p
+    masses,  # [R, 2, MAX_PARTS], mass of all tokens of a part, and of its tokens whose weight is at least min_p
     part_size,
     num_parts,
     VOCAB: tl.constexpr,

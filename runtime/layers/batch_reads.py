@@ -25,8 +25,9 @@ class BatchReads:
 def batch_reads(model: nn.Module) -> BatchReads:
     """Return the optional inputs that the model's modules read.
 
-    Layers declare row values in `row_values`, replacement of token embeddings in `takes_media`, and the hidden states
-    that a draft head reads in `target_state_size`. A rotary embedding with sections reads positions on three axes.
+    Layers declare these inputs in attributes: row values in `row_values`, replaced token embeddings in `takes_media`,
+    and the hidden states that a draft head reads in `target_state_size`. A rotary embedding with sections reads
+    positions on three axes.
     """
     if isinstance(reads := getattr(model, "reads", None), BatchReads):  # a model that is not built from these layers
         return reads

@@ -116,7 +116,7 @@ class Embedding(VocabularyWeight):
 
     def allocate(self) -> None:
         self.weight = self.make_weight(self.name, self.ids, self.size)
-        # Copy of the weight for a tied head, or None if the lookup can read the head's layout.
+        # Copy of the weight in the layout of a tied LM head. None: no tied head, or the lookup can read its layout.
         self.head_weight: nn.Parameter | None = None
 
     def split(self, group: TensorParallelGroup) -> None:

@@ -131,8 +131,9 @@ class ExpertSharing:
     def combine(self, layer: int, chosen: Tensor, num_experts: int, mix: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the MoE layer's output [T, E], combined by an all-to-all and an all-gather of uneven sizes.
 
-        `mix(tokens)` returns this rank's part of the output of these tokens. Each rank owns a share of the tokens and
-        adds their parts in float32. Every rank knows the choices of all tokens, so no message sizes are exchanged.
+        `mix(tokens)` returns this rank's part of the output of these tokens. Each rank owns a share of the tokens, and
+        adds the parts that all ranks send it for its tokens, in float32. Every rank knows the experts of all tokens, so
+        ranks need not exchange message sizes.
         """
         axis, count = self.axis, len(chosen)
         placement = self.placement(layer, num_experts)

@@ -26,9 +26,9 @@ class LatentAttention(Weighted):
     applied to queries and outputs instead. For rows of at least `expand_from` tokens the layer temporarily expands the
     keys and values (`ops.latent`).
 
-    `index` is the layer's number in the model. A head's query has `nope_dim` dimensions for the latent vector and
-    `rope_dim` for the rotated key. `query_rank` is the size of the latent vector from which queries are computed, or
-    None if they are computed from x directly.
+    `index` is the layer's number in the model. A head's query has `nope_dim` dimensions for the key that is computed
+    from the latent vector, and `rope_dim` dimensions for the rotated key. `query_rank` is the size of the latent vector
+    from which queries are computed, or None if queries are computed from x directly.
     """
 
     absorbing: nn.Parameter

@@ -122,7 +122,7 @@ class Linear(Weighted):
         return out if group is None else group.all_reduce(out)
 
     def logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the output without rounding, in float32 if the kernels can compute it.
+        """Return the output in float32 if the kernels can compute it, otherwise in the dtype of x.
 
         The layer must be whole and in full precision, and must not have a bias.
         """

@@ -81,8 +81,8 @@ class MoE(Weighted):
     The router is never quantised, because a rounded logit may select another expert. The `shared` expert processes
     every token; its output is multiplied by the sigmoid of `shared_gate`. With tensor parallelism each rank holds a
     shard of every expert's inner dimension, and an all-reduce adds the outputs. With expert parallelism
-    (`ExpertSharing`) the ranks are divided into parts. Each part holds some of the experts, and its ranks split the
-    inner dimension of these experts.
+    (`ExpertSharing`) the ranks are divided into parts. Each part holds some of the experts, and the ranks of a part
+    divide the inner dimension of its experts.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class MoE(Weighted):
         self.layer_number = int(block[1]) if block else 0  # in the whole model
         self.row_group: int | None = None  # of the experts' first product; see `Linear.row_group`
         self._is_part = False  # whether this rank holds only some of the experts
-        self._inner_rank = 0  # this rank's index among the ranks that split the same experts
+        self._inner_rank = 0  # index of this rank among the ranks that divide the inner dimension of its experts
         self._summed_over: TensorParallelGroup | None = None
         self.allocate()
 
@@ -188,7 +188,7 @@ class MoE(Weighted):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the kernels can extract the weights of a single expert. Valid after `prepare`."""
+        """Whether adapters can change the experts: the kernels can unpack a single expert. Valid after `prepare`."""
         try:
             self.kernels.one_expert(Mixture(self.gate_up, self.down), 0, self.size, self._inner.size)
         except ValueError:
@@ -246,7 +246,7 @@ class MoE(Weighted):
             yield self._in_checkpoint(weight._replace(parameter=self.down_bias, ranges=(outer,)), expert)
 
     def _in_checkpoint(self, shard: Shard, expert: int) -> Shard:
-        """Add the full tensor name to the shard and, if the tensor holds all experts, the expert's index."""
+        """Return the shard with the full tensor name and, if the tensor holds all experts, the expert's index."""
         name, is_weight = shard.name, len(shard.ranges) == 2
         if not is_weight:
             name = name.removesuffix(".weight") + self.names.bias
@@ -305,7 +305,7 @@ class MoE(Weighted):
     def _mix_shared(
         self, sharing: ExpertSharing, x: Tensor, weights: Tensor, experts: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """Return the experts' output [T, E] with expert parallelism, or if routing is recorded."""
+        """Return the experts' output [T, E] in the case of expert parallelism, or if chosen experts are recorded."""
         chosen = sharing.choose(self.layer_number, experts, self.num_experts)
         if sharing.records:
             sharing.remember(self.layer_number, chosen)
@@ -342,5 +342,5 @@ class MoE(Weighted):
 
 
 def mixtures(model: nn.Module) -> dict[int, MoE]:
-    """Return the MoE layers of a model, by their layer number in the whole model."""
+    """Return the MoE layers of a model. The keys are layer numbers in the whole model."""
     return {module.layer_number: module for module in model.modules() if isinstance(module, MoE)}

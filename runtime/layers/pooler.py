@@ -26,8 +26,8 @@ class Pooler(nn.Module):
     """Pools the hidden states of each text, applies dense layers and normalises, in float32.
 
     `pooling` selects which of these steps are done, and how.
-    `dense` holds the weight and bias of each layer in `pooling.dense`. `scorer` computes a classifier's scores; it is
-    None for other models.
+    `dense` holds the weight and bias of each layer in `pooling.dense`. `scorer` computes a classifier's scores; other
+    models have none.
     """
 
     def __init__(

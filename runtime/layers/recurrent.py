@@ -37,8 +37,9 @@ class StateSpec:
     units: int = 1
     common: int = 0
     kind: ClassVar[str] = KIND
-    min_slots: ClassVar[int] = 48  # number of state slots for a page pool of size 0
-    tokens_per_slot: ClassVar[int] = 512  # one slot is added for this many tokens of the page pool
+    # The planned number of state slots is `min_slots`, plus one for each `tokens_per_slot` tokens of the page pool.
+    min_slots: ClassVar[int] = 48
+    tokens_per_slot: ClassVar[int] = 512
 
     def local(self, tp_rank: int, tp_size: int) -> StateSpec:
         """Return the spec of this tensor-parallel rank's shard."""
@@ -82,7 +83,7 @@ Recur = Callable[[Sequence[Tensor], StateCache, Segments], Tensor]
 
 @runtime_checkable
 class RecurrentCache(Protocol):
-    """The cache of a recurrent layer: a `StateCache`, or its replacement while graphs of prompts are captured."""
+    """The cache of a recurrent layer: a `StateCache`, or its replacement during the capture of prefill graphs."""
 
     def run(self, recur: Recur, inputs: Sequence[Tensor], out_shape: Sequence[int], batch: ForwardBatch) -> Tensor:
         """Return `recur(inputs, cache, segments)`, whose shape is `out_shape`; its dtype is that of `inputs[0]`."""
@@ -110,7 +111,7 @@ def segments_in(batch: ForwardBatch) -> Segments:
 class Convolution(Weighted):
     """Weight [K, C] and optional bias [C] of a causal depthwise convolution.
 
-    `parts` lists the sub-layers whose outputs are convolved. Each of them is split over ranks separately.
+    `parts` lists the sub-layers whose outputs are convolved. Each sub-layer is split over ranks separately.
     """
 
     def __init__(self, name: str, parts: Sequence[SubLayer], kernel: int, *, bias: bool = False) -> None:
@@ -363,7 +364,7 @@ class ShortConvolution(Weighted):
 
 
 def evenly(count: int, group: TensorParallelGroup) -> ShardRange:
-    """Return this rank's range of `count` heads or groups. Raises CheckpointError unless they divide evenly."""
+    """Return this rank's range of `count` heads or groups. Raises CheckpointError unless ranks get equal ranges."""
     if count % group.size:
         raise CheckpointError(
             f"--tp-size {group.size} does not divide the {count} heads or groups of the model's recurrent layers."

@@ -9,7 +9,7 @@ from torch import Tensor
 
 # Logical axis of a weight -> mesh axis that splits it. Other axes are never split.
 MESH_AXES: Mapping[str, str] = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
-# Each rank holds at least one unit of these axes. If there are more ranks than units, several ranks hold the same unit.
+# Axes of which each rank holds at least one unit: with more ranks than units, several ranks hold the same unit.
 SHARED_AXES = frozenset({"kv_heads"})
 
 

@@ -99,11 +99,11 @@ class Weighted(nn.Module):
     """
 
     # Whether this layer is filled and prepared before the next layer is allocated. True for layers that each hold a
-    # block of rows of one large checkpoint tensor: memory then never holds all unprepared blocks at once.
+    # block of rows of one large checkpoint tensor, so that memory holds only one unprepared block at a time.
     by_itself = False
 
     def allocate(self) -> None:
-        """Create the parameters for the checkpoint to fill; `prepare` may have replaced them."""
+        """Create the parameters for the checkpoint to fill, also if `prepare` has replaced earlier ones."""
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's shard. Called once, while the parameters are still on the meta device."""
@@ -166,7 +166,7 @@ def in_one_tensor(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
 
 
 def in_groups(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
-    """Return q, k and v as parts of the tensor `name`, which holds each kv head's queries, key and value together."""
+    """Return q, k and v as parts of the tensor `name`, which holds for each kv head its query heads, key and value."""
     total, num_groups = sum(each.size for each in sub_layers), sub_layers[1].size // sub_layers[1].unit
     parts, row = [], 0
     for each in sub_layers:
@@ -195,6 +195,6 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def whole(name: str, parameter: Tensor, axes: Axes, rows: ShardRange | None = None) -> Shard:
-    """Return the shard that fills a whole parameter from one checkpoint tensor, or only from its `rows`."""
+    """Return the shard that fills a whole parameter from one checkpoint tensor, or from `rows` of this tensor."""
     ranges = () if rows is None else (rows, *(whole_range(size) for size in parameter.shape[1:]))
     return Shard(name, parameter, 0, parameter.shape[0], axes, ranges)

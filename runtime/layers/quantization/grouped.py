@@ -100,7 +100,7 @@ class KeptGroups(Unquantized):
     def take(self, layer: nn.Module) -> GroupedWeight:
         untyped: Any = layer
         form = untyped.form
-        # A block of a larger weight keeps shifts that are all zero, because other blocks may have other shifts.
+        # Shifts that are all zero are dropped, except in a block of a larger weight: other blocks may have shifts.
         complete = not getattr(layer, "by_itself", False)
         shifted = form.shifted and not (complete and not bool(untyped.shifts.any()))
         shifts = untyped.shifts.detach() if shifted else None

@@ -36,11 +36,11 @@ class LinearLayout(NamedTuple):
 class QuantizationMethod(Protocol):
     """Reads, prepares and multiplies the weights of linear layers.
 
-    The method stores its parameters as attributes of the `layer`. One object serves all layers of a model.
+    A method stores a layer's parameters as attributes of the `layer`. One method object serves all layers of a model.
     """
 
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
-        """Create the layer's parameters with `parameter`. Called again after a split and before new weights."""
+        """Create the layer's parameters with `parameter`. Called again after a split, and before new weights load."""
         ...
 
     def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
@@ -64,11 +64,11 @@ class QuantizationMethod(Protocol):
         ...
 
     def keeps(self, layout: LinearLayout) -> bool:
-        """Whether the weight of an embedding or LM head stays in the checkpoint's groups."""
+        """Whether the weight of an embedding or LM head stays quantised as in the checkpoint."""
         ...
 
     def keeps_experts(self, layout: LinearLayout) -> bool:
-        """Whether a weight of experts stays in the checkpoint's groups. If so, `take` returns it."""
+        """Whether a weight of experts stays quantised as in the checkpoint. If so, `take` returns it."""
         ...
 
     def take(self, layer: nn.Module) -> GroupedWeight:
