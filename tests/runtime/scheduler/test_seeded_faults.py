@@ -73,7 +73,7 @@ FAULTS = {
     "a store keeps pages whose KV may be wrong": Fault(
         StorageTier,
         "drop_unsaved",
-        "(self._new, self._copied, self._ready, *self._pushed)",
+        "(self._new, self._copied, self._ready, *(each for _, each in self._pushed))",
         "(self._new,)",
         StoredOrder,
     ),
