@@ -48,7 +48,7 @@ class KernelLauncher:
         self._weights = LargePages()
 
     def close(self) -> None:
-        """Stop the threads, after a run that is in progress. Later runs raise RuntimeError."""
+        """Wait for a run that is in progress, and stop the threads. Later runs raise RuntimeError."""
         self._close()
 
     @property
@@ -314,7 +314,7 @@ class Arena:
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    """Return `nbytes` bytes of memory, aligned to a cache line, or to a large page if the size is at least one."""
+    """Return `nbytes` bytes of memory, aligned to a large page if they fill one, otherwise to a cache line."""
     if nbytes < LARGE_PAGE:
         memory, alignment = np.empty(nbytes + CACHE_LINE, np.uint8), CACHE_LINE
     else:
@@ -325,7 +325,7 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 
 class _ViewsOnly(TorchDispatchMode):
-    """Allows torch to create views of tensors, but not to compute."""
+    """Lets torch create views of tensors. All other torch operations raise `NotCapturable`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -24,7 +24,7 @@ TOKENS_BLOCK = 32
 OUT_BLOCK = 64
 MAX_CHUNKS, MIN_CHUNK = 16, 512  # maximum number of chunks of the inputs; minimum number of inputs per chunk
 MAX_SPLIT_TOKENS = 512  # maximum number of tokens for which each chunk has its own programs
-MAX_LANES = 64  # programs over which the slots of all tiles are distributed; each tile has at least one program
+MAX_LANES = 64  # maximum number of programs that share the slots of all tiles, but at least one program per tile
 
 
 def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def product4(
 
 
 def grouped_operands(weight: PackedWeight4, plain: Product | None = None) -> Product4:
-    """Return `plain` with the operands that describe the packed weight. `plain` has the other operands of a product."""
+    """Return the operands of a product with the packed weight. `plain` has all operands except those of the weight."""
     header, first = weight.header, weight.untyped_storage().data_ptr()
     plain = Product(in_size=weight.shape[-1], out_size=weight.shape[-2]) if plain is None else plain
     plain.weight = first + sizeof(Header4)

@@ -41,7 +41,7 @@ def is_large(keys: Tensor) -> bool:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the `input_precision` of `tl.dot`. "tf32x3" (three TF32 products) is about as precise as float32."""
+    """Return the `input_precision` of `tl.dot`: for float32 "tf32x3", which is about as precise as float32."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
@@ -52,7 +52,7 @@ def scratch_slot(pool: Tensor, segments: Segments) -> int:
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)) with a small relative error, also if the result is small."""
+    """Return log(1 + exp(x)). The relative error is small even if the result is."""
     grown = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + grown
     exact = tl.where(above == 1.0, grown, tl.log(above) * (grown / tl.where(above == 1.0, 1.0, above - 1.0)))

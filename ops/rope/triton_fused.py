@@ -254,7 +254,7 @@ def _norm_rotate_heads(
 
 @triton.jit
 def _scaled(x, scale, weight, mask, dtype: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """Return x * scale * weight, rounded to `dtype`, in float32."""
+    """Return x * scale * weight, rounded to `dtype`, as float32 numbers."""
     weights = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
     if UNIT_OFFSET:
         weights += 1.0
@@ -263,7 +263,7 @@ def _scaled(x, scale, weight, mask, dtype: tl.constexpr, UNIT_OFFSET: tl.constex
 
 @triton.jit
 def _write(target, values, mask, factor, LARGEST: tl.constexpr):
-    """Store the values. For a float8 target, multiply them by the factor and clamp them to +- LARGEST first."""
+    """Store the values. For a float8 target, first multiply them by the factor and clamp them to +- LARGEST."""
     if LARGEST is not None:
         values = tl.clamp(values.to(tl.float32) * factor, -LARGEST, LARGEST)
     tl.store(target, values.to(target.dtype.element_ty), mask=mask)
