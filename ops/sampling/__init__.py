@@ -23,8 +23,8 @@ requested token ids.
 choose(logits, arrays, host=None, masks=None) -> (ids, sound)
     Pick one token per row of `logits` (float32 [R, V]; `masks` are applied in place).
 
-    `arrays` are on the device of the logits. If this is a GPU, `host` has copies of the arrays on the host, with which
-    the work is planned without waiting for the GPU.
+    `arrays` are on the device of the logits. If this is a GPU, `host` has copies of the arrays on the host. The backend
+    selects its kernels by these copies, so that it need not wait for the GPU.
 
     `masks` (`Masks`) set the logits of forbidden tokens to -inf, before all other operations. A row without an allowed
     token is not sound.

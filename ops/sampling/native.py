@@ -117,7 +117,7 @@ def _standard_deviations(logits: Tensor) -> Tensor:
     below = logits.amax(-1, keepdim=True).double() - logits  # float64 [R, V]
     finite = below.isfinite()
     below.masked_fill_(~finite, 0)
-    unit = below.amax(-1)  # distances are divided by it, so that they are in [0, 1] and can be summed in fixed point
+    unit = below.amax(-1)  # distances divided by `unit` are in [0, 1], and can be summed in fixed point
     fixed = 2.0 ** fraction_bits(logits.shape[-1])
     below /= torch.where(unit > 0, unit, 1)[:, None]
     count = finite.sum(-1)

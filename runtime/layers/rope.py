@@ -38,7 +38,7 @@ class Rope(nn.Module):
         self.register_buffer("axis_of_pair", axis_of_pair, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return q [T, H, D] and k [T, K, D] rotated. May overwrite its arguments.
+        """Return the rotated q [T, H, D] and k [T, K, D]. May overwrite its arguments.
 
         Raises ValueError if positions have three axes and the parameters have no sections.
         """
@@ -46,7 +46,7 @@ class Rope(nn.Module):
         return self.kernels.rotate(q, k, table, positions, interleaved=interleaved, plan_cache=plan_cache)
 
     def rotation(self, batch: ForwardBatch, norms: HeadNorms | None = None) -> Rotation:
-        """Return the rotation of the batch's tokens. `norms` are applied before it.
+        """Return the rotation of the batch's tokens. Kernels apply `norms` before the rotation.
 
         Raises ValueError if positions have three axes and the parameters have no sections.
         """
@@ -93,7 +93,7 @@ class QueryScale(nn.Module):
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return q [T, H, D] scaled. May overwrite q."""
+        """Return the scaled q [T, H, D]. May overwrite q."""
         pairs = q.flatten(1).unflatten(1, (-1, 2))  # [T, H * D / 2, 2]
         cache = batch.attention.plan_cache
         scaled, _ = self.kernels.rotate(pairs, pairs[:, :0], self.table, batch.positions, plan_cache=cache)

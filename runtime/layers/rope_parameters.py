@@ -46,7 +46,8 @@ class RopeParameters:
     def context_length(self) -> int:
         """Context length that these parameters support.
 
-        It is `max_position`, multiplied by the factor for "linear" and "yarn" without an original context length.
+        For "linear" and "yarn" without an original context length it is `max_position` * `factor`, otherwise
+        `max_position`.
         """
         if self.kind in ("linear", "yarn") and not self.original_context:
             return int(self.max_position * self.factor)

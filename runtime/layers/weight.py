@@ -58,7 +58,7 @@ class Shard(NamedTuple):
         return cut if self.index is None else (slice(self.index, self.index + 1), *cut)
 
     def pieces(self, most_bytes: int) -> Iterator[Shard]:
-        """Split into shards of about `most_bytes` each. A transposed shard stays whole."""
+        """Yield shards of about `most_bytes` each that together equal this shard. A transposed shard is not split."""
         inner = self.parameter.shape[1:]
         rows = max(1, most_bytes // max(1, self.parameter.element_size() * inner.numel()))
         if self.transposed or self.num_rows <= rows:
@@ -109,7 +109,7 @@ class Weighted(nn.Module):
         """Keep this rank's shard. Called once, while the parameters are still on the meta device."""
 
     def shards(self) -> Iterator[Shard]:
-        """Yield shards that cover each row of the parameters exactly once. Names and shapes are valid at any time."""
+        """Yield shards that cover each row of the parameters once. Names and shapes stay valid after `prepare`."""
         return iter(())
 
     def prepare(self) -> None:
