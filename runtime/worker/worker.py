@@ -123,7 +123,7 @@ class WorkerSetup:
         expert_places: Mapping[str, Sequence[int]] | None = None,
     ) -> Self:
         """Return the setup of a rank of a replica, whose device indices begin at `first_device`."""
-        parallel = plan.parallel
+        parallel, schedule = plan.parallel, plan.scheduler
         device = plan.model.device
         if device != "cpu":
             index = first_device + rank % len(parallel.ranks_here)
@@ -140,8 +140,9 @@ class WorkerSetup:
             lora=plan.lora,
             experts=plan.experts,
             expert_places=expert_places or {},
-            step_tokens=plan.scheduler.step_prompt_tokens
-            + plan.scheduler.max_running * (1 + plan.scheduler.max_drafts),
+            step_tokens=schedule.step_prompt_tokens
+            + schedule.max_running
+            + min(schedule.max_drafts * schedule.max_running, schedule.max_step_drafts),
             two_batches=parallel.two_batches,
             all_states=parallel.pp_size > 1 and plan.draft.algorithm in HEADS,
             symmetric_memory=parallel.symmetric_memory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,15 @@ def worker(*names: str) -> tuple[Plan, ModelWorker]:
     plan, _ = planned(TARGET)
     setup = WorkerSetup.of(plan, {name: planned(name)[1] for name in names}, 0, 0)
     return plan, ModelWorker(setup)
+
+
+def test_most_steps_have_at_most_the_draft_tokens_of_the_plan() -> None:
+    """The warm-up runs a step of this size, which must fit into the memory that steps need later."""
+    plan, setup = planned(TARGET)
+    schedule = replace(plan.scheduler, chunk_tokens=64, max_running=20, max_drafts=4, max_step_drafts=50)
+    assert WorkerSetup.of(replace(plan, scheduler=schedule), {TARGET: setup}, 0, 0).step_tokens == 64 + 20 + 50
+    schedule = replace(schedule, max_drafts=2)
+    assert WorkerSetup.of(replace(plan, scheduler=schedule), {TARGET: setup}, 0, 0).step_tokens == 64 + 20 + 40
 
 
 def parameter_bytes(name: str) -> int:
