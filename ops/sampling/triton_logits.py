@@ -14,7 +14,7 @@ from ops.sampling import Scores
 from ops.sampling.native import best, fraction_bits
 
 BLOCK = 4096  # logits per iteration of a program
-MIN_IDS = 32  # ids per row for which the kernel is compiled at least; enough for the chosen id and 20 best ids
+MIN_IDS = 32  # smallest number of ids per row for which the kernel is compiled: enough for the chosen and 20 best ids
 
 
 def penalize(

@@ -86,7 +86,7 @@ class ExpertSharing:
     def choose(self, layer: int, experts: Tensor, num_experts: int) -> Tensor:
         """Return a slot of each chosen expert if experts have copies, otherwise `experts`: int32 [T, k] -> [T, k].
 
-        All ranks return the same tensor.
+        With the dispatch "fake", random experts replace the chosen ones. All ranks return the same tensor.
         """
         if self._dispatch == "fake":
             experts = self._draw(layer, experts, num_experts)
