@@ -63,6 +63,14 @@ def distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
             yield tensor
 
 
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of the tensors' storages in bytes. Weights packed by oneDNN have no readable storage."""
+    tensors = list(tensors)
+    packed = sum(each.nbytes for each in tensors if each.is_mkldnn)
+    plain = distinct(each for each in tensors if not each.is_mkldnn)
+    return packed + sum(each.untyped_storage().nbytes() for each in plain)
+
+
 def release(tensors: Iterable[Tensor]) -> int:
     """Release the memory of the tensors to the system, and return its size in bytes. The contents are lost.
 

@@ -39,7 +39,7 @@ from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.moe import mixtures
 from runtime.loading.loader import load_model
 from runtime.loading.token_map import head_of_tokens, read_token_map
-from runtime.loading.weight_memory import distinct
+from runtime.loading.weight_memory import stored_bytes
 from runtime.loading.weight_update import LoadedWeights, WeightSource
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo, Stage
@@ -242,10 +242,7 @@ class ModelWorker:
         self._models = {name: self._load(name, model) for name, model in setup.models.items()}
         self._vocabulary = self._load_vocabulary(setup)
         self._adapters = self._make_adapters(setup)
-        self.weight_bytes = {
-            name: sum(each.untyped_storage().nbytes() for each in distinct(model.decoder.parameters()))
-            for name, model in self._models.items()
-        }
+        self.weight_bytes = {name: stored_bytes(model.decoder.parameters()) for name, model in self._models.items()}
         if self._vocabulary is not None:
             self.weight_bytes["draft vocabulary"] = sum(each.nbytes for each in self._vocabulary.parameters())
         if self._adapters is not None:

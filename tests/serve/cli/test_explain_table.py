@@ -10,6 +10,28 @@ import pytest
 from ops.machine import KNOWN_GPUS
 from serve.cli import explain
 
+MLA = {  # a model with latent attention; `cutlass_mla`, `flashmla` and `trtllm_mla` compute nothing else
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
 LINES = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text(encoding="utf-8").splitlines()
 
 
@@ -42,10 +64,14 @@ def test_every_machine_that_can_be_named_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("machine", "option", "backend", "word"), documented())
 def test_explain_answers_as_documented(
-    machine: str, option: str, backend: str, word: str, capsys: pytest.CaptureFixture[str]
+    machine: str, option: str, backend: str, word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    status, done = asked(capsys, "--machine", machine, option, backend)
-    _, by_itself = asked(capsys, "--machine", machine, "--all")
+    model: list[str] = []
+    if backend.endswith("mla"):
+        (tmp_path / "config.json").write_text(json.dumps(MLA))
+        model = ["--model-path", str(tmp_path)]
+    status, done = asked(capsys, "--machine", machine, option, backend, *model)
+    _, by_itself = asked(capsys, "--machine", machine, "--all", *model)
     if word == "refused":
         assert (status, done[option]) == (2, "refused")
     else:
