@@ -83,7 +83,7 @@ def test_server_computes_a_file_and_ends(tmp_path: Path):
     words = ["--model-path", path, "--skip-tokenizer-init", "--port", "0", "--log-level", "error"]
     words += ["--debug-tensor-dump-output-folder", str(folder), "--debug-tensor-dump-layers", "1"]
     words += ["--debug-tensor-dump-input-file", str(tmp_path / "ids.npy")]
-    done = subprocess.run([sys.executable, "-m", "serve", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "serve", *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (first, _), *_ = steps(folder)
     hidden, logits = reference(path, PROMPT)
