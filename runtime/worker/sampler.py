@@ -237,8 +237,8 @@ class Sampler:
         on_device = self._staging.copy(host)
         rows, penalties = on_device["rows"], [on_device[name] for name in PENALTIES]
         logits = torch.zeros(num_rows, vocab_size, device=rows.device)
-        counts = torch.zeros_like(logits, dtype=torch.int32)
-        self._penalize(logits, rows, rows, counts, counts > 0, *penalties)
+        counts = logits.new_zeros((1, vocab_size), dtype=torch.int32)  # shared by all rows, to save memory
+        self._penalize(logits, rows, torch.zeros_like(rows), counts, counts > 0, *penalties)
         plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
         ids, _ = self._choose(logits, sampling_arrays(on_device), plan, Masks(rows, on_device["words"]))
         self._score(logits, on_device["temperature"], ids, 1, rows[:, None])

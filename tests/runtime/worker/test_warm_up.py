@@ -166,6 +166,15 @@ def test_a_warm_up_of_too_few_tokens_is_noticed() -> None:
         assert {name for name, _ in found[before:]} >= {"_grouped_kernel", "_place_kernel"}
 
 
+def test_penalties_are_compiled_with_the_counts_of_one_sequence() -> None:
+    """Counts of all rows would need hundreds of megabytes, which the measured steps do not include."""
+    made, counted = Made("qwen3_moe"), list[tuple[int, ...]]()
+    made.sampler._penalize = lambda logits, rows, indices, counts, *rest: counted.append(tuple(counts.shape))
+    with listing(), torch.inference_mode(), made.device.forward():
+        made.sampler.warm_up(NUM_SEQUENCES)
+    assert counted == [(1, late_steps.VOCAB_SIZE)]
+
+
 @pytest.mark.parametrize(
     "family",
     [
