@@ -44,10 +44,11 @@ def layers_in_host(model: Decoder, plan: ModelPlan, dtype: torch.dtype) -> Layer
             "Keep more layers in host memory, or none."
         )
     num_bytes, largest = sum(sizes[index] for index in chosen), max(sizes[index] for index in chosen)
-    available = Machine.probe().available_bytes
-    if available and num_bytes > available:
+    # PyTorch rounds each layer's pinned memory up to a power of two.
+    pinned, available = sum(1 << (sizes[index] - 1).bit_length() for index in chosen), Machine.probe().available_bytes
+    if available and pinned > available:
         raise CheckpointError(
-            f"The layers in host memory need {num_bytes / GIB:.1f} GiB, but only {available / GIB:.1f} GiB are free. "
+            f"The layers in host memory need {pinned / GIB:.1f} GiB, but only {available / GIB:.1f} GiB are free. "
             "Keep fewer layers in host memory."
         )
     return LayersInHost(tuple(model.layers[index] for index in chosen), num_bytes, slots * largest)

@@ -158,6 +158,9 @@ def test_layers_that_save_no_memory_or_do_not_fit_the_host_are_refused(monkeypat
         offload.layers_in_host(model, replace(plan, offload_gib=2), torch.float32)
     with pytest.raises(CheckpointError, match=r"need 4\.0 GiB, but only 3\.0 GiB are free"):
         offload.layers_in_host(model, replace(plan, offload_gib=4), torch.float32)
+    monkeypatch.setattr(offload, "prepared_bytes", lambda layer, dtype: (1 << 29) + 1)  # pinned memory: 1 GiB
+    with pytest.raises(CheckpointError, match=r"need 4\.0 GiB, but only 3\.0 GiB are free"):
+        offload.layers_in_host(model, replace(plan, offload_group=2), torch.float32)
 
 
 def test_a_weight_that_is_read_in_another_place_is_refused() -> None:
