@@ -57,7 +57,10 @@ class FixedBuffers(NamedTuple):
         )
 
     def arguments(self, kind: str, num_rows: int) -> dict[str, Any]:
-        """Return the arguments with which a wrapper for captured steps of `num_rows` rows uses these buffers."""
+        """Return the keyword arguments that make a FlashInfer wrapper use these buffers.
+
+        The wrapper is for captured steps of `num_rows` rows.
+        """
         query_starts, page_starts = self.query_starts[: num_rows + 1], self.page_starts[: num_rows + 1]
         last_lengths = self.last_lengths[:num_rows]
         shared: dict[str, Any] = {"use_cuda_graph": True}

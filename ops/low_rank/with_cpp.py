@@ -21,7 +21,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """Return all operations of `ops.low_rank`."""
 
     def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tensor:
-        """Add B (A x) of each token's slot to y in place."""
+        """Add `B (A x)` to y in place, with A and B from each token's slot."""
         x = contiguous_tokens(x)
         num_slots, parts, rank, size = weights.a.shape
         shrunk = launcher.empty((len(x), parts * rank), torch.float32)

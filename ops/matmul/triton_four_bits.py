@@ -18,7 +18,7 @@ def add_step(
     scales,  # pointers [LINES] to each line's scales: float32, or uint8 exponents with a bias of 127
     shifts,  # pointers [LINES] to each line's shifts, or None
     is_line,  # [LINES]
-    first,  # first of the step's inputs
+    first,  # index of the step's first input
     IN: tl.constexpr,
     GROUP: tl.constexpr,
     FLOATING: tl.constexpr,

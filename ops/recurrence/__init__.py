@@ -61,10 +61,10 @@ class Span(NamedTuple):
 class Wave(NamedTuple):
     """Spans that can be computed at the same time, because no span reads a slot that another span writes."""
 
-    tokens: Tensor  # int64 [S], for the S spans of one token: index of the token in the flat batch
+    tokens: Tensor  # int64 [S], for each of the S spans that have only one token: index of its token in the flat batch
     reads: Tensor  # int64 [S], slot of the state before the token
     writes: Tensor  # int64 [S], slot of the state after the token
-    spans: tuple[Span, ...]  # the spans of several tokens
+    spans: tuple[Span, ...]  # the spans with more than one token
 
 
 @dataclass(eq=False)

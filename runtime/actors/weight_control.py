@@ -248,7 +248,8 @@ class WeightControl:
         """Give memory back to the system, and return the number of bytes.
 
         Steps are paused until `resume` has allocated all released memory again. Running requests are then recomputed.
-        With `keep`, the weights are written to files, from which `resume` reads them.
+        With `keep`, `resume` restores the weights. Weights that are not in unchanged checkpoint files are first written
+        to a temporary file. Without `keep`, such weights are lost.
         """
         with anyio.CancelScope(shield=True):
             async with self._lock:

@@ -43,7 +43,9 @@ def balanced(
 def place_experts(weight: Loads, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Numbers:
     """Return the expert in each slot, [L, num_slots]. `weight` has the load of each expert, [L, X].
 
-    Raises ValueError if groups, nodes, ranks and slots do not divide evenly.
+    Each node has whole groups, an equal number of ranks and of slots. Raises ValueError if `num_groups` does not divide
+    the number of experts, `num_nodes` does not divide `num_groups` or `num_ranks`, `num_ranks` does not divide
+    `num_slots`, or there are fewer slots than experts.
     """
     num_layers, num_experts = weight.shape
     for whole, parts in ((num_experts, num_groups), (num_groups, num_nodes), (num_ranks, num_nodes)):

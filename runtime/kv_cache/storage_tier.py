@@ -167,9 +167,9 @@ class StorageTier:
             del self._ready[next(iter(self._ready))]
 
     def detained(self, key: bytes, entry: Entry) -> bool:
-        """Return whether a save still reads a page that leaves the host tier.
+        """Return whether the page of `entry`, which leaves the host tier, is still being saved.
 
-        If so, the page is freed after the save.
+        If so, mark the page to be freed after the save.
         """
         if self.saving.get(key) is not entry:
             return False

@@ -298,7 +298,7 @@ class MediaPreparer:
         return EncodedPrompt(encoded.is_media, encoded.vectors, marked.astype(np.int64), grids)
 
     async def _tokens_of(self, kind: Kind) -> MediaTokens:
-        """Return the token ids and the vector size of a kind. The first call encodes a trial item."""
+        """Return the token ids and the vector size of a kind. The first call for a kind encodes a trial item."""
         if kind not in self._media_tokens:
             from runtime.media.processing import trial
 

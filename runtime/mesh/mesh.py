@@ -56,7 +56,7 @@ class Mesh:
 
     @contextmanager
     def in_turns(self, turns: Turns) -> Iterator[None]:
-        """Let two threads compute in turns inside the context."""
+        """Inside the context, two threads compute in turns: a thread that waits for a collective ends its turn."""
         for axis in self._axes.values():
             axis.turns = turns
         try:

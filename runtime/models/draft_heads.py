@@ -22,8 +22,8 @@ def _nextn(base: str, family: str, tensors: Mapping[str, str | None]) -> Entry:
     return replace(entry, family=family, layer_types=(), tensors=tensors, draft_head=True)
 
 
-# A prediction layer after the model's own layers, with copies of the embedding and the LM head. `tensor_name` in the
-# loader renumbers it as layer 0.
+# For a prediction layer that is stored after the model's own layers. `tensor_name` in the loader has renumbered it as
+# layer 0. Its copies of the embedding and of the LM head are not used.
 _AFTER_LAYERS = {r"model\.layers\.0\.(embed_tokens|shared_head\.head)\.": None}
 _MIMO: Mapping[str, str | None] = {r"model\.mtp_layers\.0\.": "mtp.", r"": None}
 _MTP: Mapping[str, str | None] = {r"mtp\.": "mtp.", r"": None}

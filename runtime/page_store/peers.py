@@ -289,7 +289,8 @@ class PeerPages:
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._silent: dict[tuple[str, int], float] = {}  # peers that did not answer, and when to try them again
         self._last: tuple[str, int] | None = None  # the prefill server that supplied the last page
-        self._in_process = bool(config.get("in_process"))  # whether the peers may be replicas of this process
+        # Whether a peer may be a replica in this process. The pages of such a peer are read without a connection.
+        self._in_process = bool(config.get("in_process"))
 
     def exists(self, keys: Sequence[bytes]) -> int:
         best = 0
@@ -342,7 +343,7 @@ class PeerPages:
         return count
 
     def _local(self, peer: tuple[str, int]) -> OfferedPages | None:
-        """Return the pages of a replica of this process that has this address, or None."""
+        """If the peer is a replica in this process, return its pages, which need no connection. Else return None."""
         offered = OfferedPages.in_process.get(peer) if self._in_process else None
         return offered if offered is not None and offered.greeting == greeting(self._space) else None
 

@@ -180,7 +180,8 @@ class BatchBuilder:
         """
         found = []
         for sequence in followers:
-            if step.full or sequence.sequence_index < 0:  # retracted meanwhile, to free pages for another row
+            # A sequence without an index was retracted after `followers` was built, to free pages for another row.
+            if step.full or sequence.sequence_index < 0:
                 continue
             end = sequence.num_computed + 1
             if self._drafting.extend(sequence, end) == end:

@@ -194,7 +194,7 @@ class Running:
         freed immediately. Steps in flight may still write to the freed pages; this is safe, because these steps run
         before any step that uses the pages for another sequence.
         """
-        if sequence.sequence_index < 0 or not count:  # retracted meanwhile
+        if sequence.sequence_index < 0 or not count:  # a negative index: retracted while its step was in flight
             return
         sequence.num_computed -= count
         keep = -(-sequence.num_computed // self.cache.page_size)

@@ -362,10 +362,10 @@ class Scheduler:
         return True
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """Return and clear the page copies that wait for the next batch.
+        """Return and clear the page copies that are queued for the next batch.
 
         The caller must perform the copies before the next forward pass. If no sequence runs, or if other servers wait
-        for the pages, all pages that still wait for the host tier are included.
+        for pages, the copies of all pages that must still be copied to the host tier are included.
         """
         if self._cache.tier is not None and self._writes_all:
             self._cache.tier.write_all()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 TRIAL = 8  # number of consecutive steps of one kind (with or without draft tokens) in a measurement
 # Shortest and longest number of steps until the slower kind is measured again.
 FIRST_INTERVAL, LONGEST_INTERVAL = 64, 8192
-TRIAL_SHARE = 0.01  # maximum share of the time between two trials that a trial may lose
+TRIAL_SHARE = 0.01  # a trial may lose at most this share of the time until the next trial
 FADED = 0.25  # when a new trial begins, the weight of the earlier steps of its kind is multiplied by this
 KEPT = 0.9  # with each further step of a kind, the weight of all its earlier steps is multiplied by this
 LONGEST = 4.0  # other work can delay a step, so it counts as at most this multiple of the average time
@@ -66,11 +66,13 @@ class DraftGain:
     """Decides for each load whether steps may have draft tokens. A load is a number of rows, rounded to a power of two.
 
     Steps with draft tokens and plain steps (without) are measured in turn, `TRIAL` steps each. Between these trials,
-    all steps are of the faster kind. If the faster kind stays the same, the interval between trials doubles. It is also
-    so long that a trial loses at most `TRIAL_SHARE` of the time. A load begins without draft tokens if they do not pay
-    off at the next smaller known load, because larger steps gain less from them. A step without a match has no draft
-    tokens, so it counts as a plain step. Draft tokens are used if their tokens per second exceed `min_gain` times those
-    of plain steps.
+    all steps are of the faster kind. The interval between trials doubles while the faster kind stays the same, and
+    returns to `FIRST_INTERVAL` when it changes. If necessary, the interval is longer, so that a trial loses at most
+    `TRIAL_SHARE` of it. It is never longer than `LONGEST_INTERVAL`.
+
+    A load begins without draft tokens if they do not pay off at the next smaller known load, because larger steps gain
+    less from them. A step for which prompt lookup finds no match has no draft tokens, so it counts as a plain step.
+    Draft tokens are used if steps with them yield more than `min_gain` times the tokens per second of plain steps.
     """
 
     def __init__(self, min_gain: float = 1.0) -> None:

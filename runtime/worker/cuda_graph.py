@@ -526,7 +526,7 @@ def _first_kinds(
 ) -> dict[str, KindInputs]:
     """Return the inputs of the cache kinds for the rows of `attention`.
 
-    `tables` are the page tables of these rows: one for each kind with its own pages.
+    `tables` are the page tables of these rows: one for each cache kind that has its own pages.
     """
     size, own = len(attention.counts_host), iter(tables)
     kinds = {}

@@ -1,4 +1,4 @@
-"""Proposes tokens with a draft model, which the target verifies in the same step (arXiv 2211.17192)."""
+"""Proposes tokens with a draft model. The target verifies them in the same step (arXiv 2211.17192)."""
 
 from __future__ import annotations
 

@@ -294,8 +294,9 @@ class StepExecutor:
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
         self.last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=device.torch_device)
-        # By sequence index: the number of computed tokens after the last step with draft tokens, including accepted
-        # ones. The next batch may be built before the host knows this number (`unknown_starts`).
+        # By sequence index: how many tokens of the sequence were computed when its last step with draft tokens had
+        # ended. Accepted draft tokens count. The next batch may be built before the host knows this number
+        # (`unknown_starts`).
         self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device.torch_device)
         self._model = model
         self._pool = pool

@@ -89,7 +89,7 @@ class PromptGraphs:
         self._captured: dict[int, _Captured] = {}
         self._waiting: list[int] = []  # sizes that steps needed; the last one is captured next
         self._num_missed = 0
-        self._num_real = 0  # number of leading tokens in the buffers that may contain values of an earlier step
+        self._num_real = 0  # from this token index on, the input buffers hold only padding
         self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers for the inputs and outputs of eager calls
         # Each other cache kind must have exactly one array: a page table or spans.
         capturable = all([*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds)

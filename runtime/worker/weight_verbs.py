@@ -211,7 +211,10 @@ def check_sums(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def release_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Release the memory of "weights" (written to files with `keep`) and of "kv_cache". Return {"bytes"}."""
+    """Release the memory of "weights" and of "kv_cache". Return {"bytes"}.
+
+    With `keep`, weights that are not in unchanged checkpoint files are first written to a temporary file.
+    """
     released = 0
     with _on_device(rank):
         if "weights" in payload["tags"]:

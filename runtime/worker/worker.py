@@ -122,7 +122,7 @@ class WorkerSetup:
         first_device: int,
         expert_places: Mapping[str, Sequence[int]] | None = None,
     ) -> Self:
-        """Return the setup of a rank of a replica, whose device indices begin at `first_device`."""
+        """Return the setup of one rank of a replica. `first_device` is the replica's first device on this machine."""
         parallel, schedule = plan.parallel, plan.scheduler
         device = plan.model.device
         if device != "cpu":
@@ -255,8 +255,8 @@ class ModelWorker:
         }
         self._num_layers = {name: model.facts.num_layers for name, model in setup.models.items()}
         self._cache: CacheSetup | None = None
-        # This rank's part of common steps, if there are attention groups. `lead` sets it on rank 0, and `follow` on
-        # other ranks.
+        # This rank's part of common steps, if there are attention groups. On rank 0, `lead` sets `common_leader`. On
+        # other ranks, `follow` sets `common_step`.
         self.common_leader: CommonStepLeader | None = None
         self.common_step: CommonStep | None = None
 

@@ -311,7 +311,10 @@ class CompletionAnswers:
         return self._echoes[request_index] if self._echoes is not None else ""
 
     def _more(self, request_index: int, chunk: Chunk) -> dict[str, Any]:
-        """Return the requested additional fields of a choice: hidden states, token ids, prompt log-probabilities."""
+        """Return the additional fields of a choice that the request asks for.
+
+        They are hidden states, routed experts (in `sgl_ext`), token ids, and log-probabilities of the prompt.
+        """
         fields: dict[str, Any] = {}
         if self._requests[request_index].returns_hidden:
             fields["hidden_states"] = last_hidden(chunk)

@@ -32,7 +32,7 @@ from runtime.loading.formats.stored import Derived, Read, Stored, first_of, requ
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NARROW = (*FLOAT8, torch.int8)
 FLOAT8_UNIT = 32  # number of inputs that float8 kernels multiply at a time; group sizes must be multiples of it
-IN_WEIGHTS = ("weight_input", "weight_output")  # locations of rotations that stored weights already contain
+IN_WEIGHTS = ("weight_input", "weight_output")  # locations of rotations that are already part of a checkpoint's weights
 PACKED_FORMATS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # other layouts, not supported
 
 # Scales of activations. They are ignored, because activations are not rounded.
@@ -88,7 +88,10 @@ class Schemes(NamedTuple):
     ordered: bool = False  # whether all weights have a `weight_g_idx`
 
     def check(self, grid: tuple[int, ...], shape: tuple[int, ...], name: str) -> None:
-        """Raise CheckpointError if no strategy of the configuration gives a weight [O, I] scales of shape `grid`."""
+        """Raise CheckpointError if no strategy of the configuration allows scales of shape `grid` for a weight [O, I].
+
+        `shape` is the shape of the weight. If some strategies are unknown, every `grid` is accepted.
+        """
         if not self.strategies or len(shape) != 2:
             return
         allowed = {tuple(-(-size // part) for size, part in zip(shape, each, strict=True)) for each in self.blocks}

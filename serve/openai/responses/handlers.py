@@ -65,7 +65,7 @@ class _Keeper:
 
 @decodes(ResponsesBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer a conversation, in one answer, streamed, or in the background."""
+    """Answer a conversation: as one JSON object, as a stream of events, or in the background."""
     store, owner = _store(http), CLIENT.get().name
     body = await read_body(http, partial(read_responses_body, core))
     previous = _previous(store, owner, body)
