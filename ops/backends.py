@@ -158,7 +158,7 @@ class SamplingBackend(Backend):
     limits: frozenset[str] = frozenset()
 
 
-# Head dimensions and dtypes that all FlashInfer kernels support; MLA's sizes and page sizes of some of its kernels.
+# Head dimensions and dtypes that all kernels of FlashInfer support, and sizes that some of its kernels require.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = ("float16", "bfloat16")
 LATENT_DIMS = (512, 64)  # `AttentionShape.latent_dims` of its kernels for MLA

@@ -52,9 +52,9 @@ class Inputs:
         )
 
     def with_own_pages(self, page_table: Tensor) -> Inputs:
-        """Return inputs for a cache pool that has its own pages: these, with `page_table` and a new slot mapping.
+        """Return inputs for a cache pool that has its own pages, with `page_table` (int32) and a new slot mapping.
 
-        The result has no row values and no position axes. `page_table` is int32.
+        The other buffers are shared with these inputs. The result has no row values and no position axes.
         """
         return replace(
             self,

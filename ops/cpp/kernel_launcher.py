@@ -94,7 +94,7 @@ class KernelLauncher:
     def tokens(self, x: Tensor) -> int:
         """Return the operand that tells a kernel the number of tokens T of x [T, ...].
 
-        During capture this is 0, with which captured kernels use the number of tokens of the step that they compute.
+        During capture this is 0, which makes captured kernels use the number of tokens of the step that they compute.
         Raises `NotCapturable` if x does not have one row per token of the step.
         """
         if self._graph is None:

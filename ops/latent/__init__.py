@@ -8,8 +8,8 @@ A backend file defines
 
 `join` concatenates a token's latent vector and its rotated key, as the pool [pages, 1, page, R + P] holds them.
 A key consists of an unrotated part, computed from the latent vector, and the rotated key that all heads share. `q_nope`
-and `q_pe` are the parts of a query for these two. The unrotated part of a head's keys is latent @ weight.T, and its
-values are latent @ weight.T with another weight (`LatentWeights`). `prepare_heads` converts such weights to the
+and `q_pe` are the parts of a query for these two. The unrotated part of a head's keys is latent @ weight.T, and the
+head's values are latent @ weight.T with another weight (`LatentWeights`). `prepare_heads` converts such weights to the
 backend's layout. `attend_latent` computes
 
 - rows of fewer than `expand_from` tokens absorbed: the weight of the keys is applied to the queries, and the weight of

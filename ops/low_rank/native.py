@@ -9,7 +9,7 @@ from ops.low_rank import LowRank
 
 
 def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tensor:
-    """Add B (A x) of each token's slot to y in place (see `ops.low_rank`). Waits for the device."""
+    """Add `B (A x)` to y in place, with A and B from each token's slot. Waits for the device (see `ops.low_rank`)."""
     ranks, ends = weights.ranks.tolist(), weights.ends.tolist()
     for slot in torch.unique(slots).tolist():
         rank = ranks[slot - 1] if slot else 0

@@ -28,7 +28,7 @@ MAX_LANES = 64  # maximum number of programs that share the slots of all tiles, 
 
 
 def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tensor:
-    """Add B (A x) of each token's slot to y in place (see `ops.low_rank`)."""
+    """Add `B (A x)` to y in place, with A and B from each token's slot (see `ops.low_rank`)."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, (num_slots, parts, rank, size) = len(x), weights.a.shape
     out_size, lines, wide = y.shape[1], parts * rank, x.dtype == torch.float32

@@ -37,5 +37,5 @@ def pack_blocks(weight: GroupedWeight, dtype: torch.dtype, *, multiple: int) -> 
 
 
 def has_blocks(weight: Tensor) -> bool:
-    """Return whether the weight is packed by `pack_blocks`, with one scale per block of outputs instead of output."""
+    """Return whether `pack_blocks` packed the weight: it has one scale per block of outputs, not one per output."""
     return isinstance(weight, Packed) and weight.parts.scales.shape[-2] != weight.parts.codes.shape[-2]

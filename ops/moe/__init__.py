@@ -65,4 +65,4 @@ class Grouping(NamedTuple):
 
     num_groups: int
     top_groups: int  # number of groups from which experts are selected
-    num_scores: int  # the score of a group is the sum of the scores of this number of its best experts
+    num_scores: int  # number of a group's best experts whose scores are added up to the score of the group

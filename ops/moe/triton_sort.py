@@ -65,7 +65,7 @@ def _list_kernel(
     num_pairs,
     BLOCK: tl.constexpr,
 ):
-    """Count the pairs of the experts before this program's expert, and list the pairs of this expert after them."""
+    """List the pairs of this program's expert, after the pairs of all experts with lower numbers, which it counts."""
     expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     inside = lanes < num_pairs
     chosen = tl.load(experts + lanes, mask=inside, other=2**30)

@@ -233,8 +233,9 @@ def _prepare_kernel(
     values,  # [T, HEADS, E], the tokens' updates if the state before the chunk were 0
     keys,  # [T, HEADS, D]; the tokens' updates are values - keys @ (state before the chunk)
     scores,  # [T, HEADS, CHUNK], weight of each update of the chunk in the token's result
-    # [3, HEADS, T]: factors of query @ (state before the chunk) in the token's result, of the token's update in the
-    # state after the chunk, and of the state before the chunk in the state after it
+    # [3, HEADS, T]: three factors for each token. Factor 0 multiplies query @ (state before the chunk) in the token's
+    # result. Factor 1 multiplies the token's update in the state after the chunk. Factor 2 of the chunk's last token
+    # multiplies the state before the chunk in the state after the chunk.
     factors,
     chunks,  # [., 2]
     spans,  # [S, 4]

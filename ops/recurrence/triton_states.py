@@ -52,7 +52,7 @@ def scratch_slot(pool: Tensor, segments: Segments) -> int:
 
 @triton.jit
 def softplus(x):
-    """Return log(1 + exp(x)). The relative error is small even if the result is."""
+    """Return log(1 + exp(x)). The relative error is small even for results close to 0."""
     grown = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + grown
     exact = tl.where(above == 1.0, grown, tl.log(above) * (grown / tl.where(above == 1.0, 1.0, above - 1.0)))

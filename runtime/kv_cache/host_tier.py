@@ -152,7 +152,7 @@ class HostTier:
         self._write(chosen)
 
     def discarded(self, pages: Iterable[int]) -> None:
-        """Remove pages from the tier that left the tree because their KV may be wrong."""
+        """Remove from the tier the pages that left the tree because their KV may be wrong."""
         for page in pages:
             self._waiting.pop(page, None)
             key = self._tree.pop(page).key
@@ -325,7 +325,8 @@ class HostTier:
             return
         new.sort(key=lambda item: -item[1].index)
         self._touch([tree_page.parent for _, tree_page in new])
-        # Host page -> device page; if the tier evicts a page of this list again, only the newer copy counts.
+        # Host page -> device page. If the tier has to evict a page of `new`, a later page of `new` gets its host page,
+        # and only the later copy is made.
         sources: dict[int, int] = {}
         for page, (key, parent, index) in new:
             target = self._take_page()

@@ -200,7 +200,7 @@ def tier_pages(plan: Plan, specs: Specs, num_pages: int) -> tuple[int, int]:
 
 
 def max_running(plan: Plan, pages: int) -> int:
-    """Return how many sequences may run with this number of pages: as many as have room for two tokens, at least 1."""
+    """Return how many sequences may run with this number of pages: at most one per two tokens, but at least 1."""
     return max(1, min(plan.scheduler.max_running, pages * plan.cache.page_size // 2))
 
 

@@ -35,9 +35,9 @@ class AdapterSlots:
         self._closing: _Slot | None = None
 
     def begin_admission(self) -> None:
-        """Reopen the closing slot.
+        """Reopen the closing slot. Called before waiting sequences are admitted.
 
-        The first waiting sequence whose adapter is in no slot chooses a slot to close again.
+        During the admission, the first sequence whose adapter cannot be placed selects the slot that is closed next.
         """
         self._closing = None
 

@@ -139,7 +139,10 @@ def _finish(sequence: Sequence) -> Finish:
 def _delta(
     sequence: Sequence, tokens: list[int], finish: Finish | None = None, logprobs: Logprobs | None = None
 ) -> Delta:
-    """Return a delta with forced tokens that were not delivered yet, followed by `tokens`, the sequence's last ones."""
+    """Return a delta with the forced tokens that were not delivered yet, followed by `tokens`.
+
+    `tokens` are the last known tokens of the sequence.
+    """
     num_prompt, num_known = sequence.num_prompt, len(sequence.ids)
     if sequence.num_undelivered:
         end = num_known - len(tokens)
@@ -225,7 +228,7 @@ def _finish_without_token(batch: Batch, row: int, failed: frozenset[int], stuck:
     end = int(batch.starts[row]) + int(batch.counts[row])
     if sequence.request.wants_embedding:
         return Finish("stop") if end == sequence.num_prompt else None
-    if end == sequence.max_tokens:  # true only of requests without output, whose last prompt token is computed
+    if end == sequence.max_tokens:  # true only for requests without output, after their last prompt token is computed
         return Finish("length", length=0)
     return None
 

@@ -100,8 +100,8 @@ class NewTokenRatio:
 
     For a request with max_new_tokens, this length is a share (the ratio) of max_new_tokens. The ratio decays with every
     decode step, because most outputs end early, and a retraction raises it. For a request without max_new_tokens, the
-    length is `open_tokens`: initially a value of the plan, then a moving average of the outputs of such requests. Pages
-    for `reserved_tokens` (in the plan) are always reserved, or for all tokens that may follow if there are fewer.
+    length is `open_tokens`: initially a value of the plan, then a moving average of the outputs of such requests. The
+    length is at least `reserved_tokens` (in the plan), but never more than the number of tokens that may still follow.
     """
 
     __slots__ = ("_decay", "_initial", "_minimum", "_reserved", "open_tokens", "value")
@@ -178,7 +178,7 @@ def pages_ahead(
 ) -> int:
     """Return how many pages a sequence lacks for its known and pending tokens and for `ratio` of its remaining output.
 
-    The pages hold at least `least` further tokens, or all tokens that may follow if there are fewer.
+    The remaining output counts as at least `least` tokens, but never as more tokens than may still follow.
     """
     known = len(sequence.ids) + sequence.num_pending
     output = min(sequence.max_tokens - known, max_output, RESERVED_OUTPUT_TOKENS)

@@ -66,7 +66,7 @@ class DecodeRuns:
         return longest
 
     def _admits_none(self) -> bool:
-        """Return whether no waiting sequence can start or displace another one until a running sequence ends."""
+        """Return whether no waiting sequence can start or displace a running sequence until a running sequence ends."""
         running, waiting = self._running, self._waiting
         if waiting.allowed is not None or self._priorities:
             return False

@@ -101,9 +101,10 @@ class Drafting:
     def reads(self, sequences: Iterable[Sequence], num_drafted: int) -> bool:
         """Return whether the draft model takes part in a step with these sequences and `num_drafted` draft tokens.
 
-        While draft tokens do not pay off, it does not, so that steps cost the same as without it. Its cache then lacks
-        these sequences, and it proposes nothing more for them. The next trial is with new sequences. It does not take
-        part in trials of plain steps either. Its cache then lacks these few tokens, so its next drafts are worse.
+        While draft tokens do not pay off, the draft model takes no part, so that steps cost the same as without a draft
+        model. Its cache then lacks tokens of these sequences, so they get no further draft tokens from it, and the next
+        trial uses new sequences. The draft model takes no part in trials of plain steps either. Its cache then lacks
+        the few tokens of these steps, so its next draft tokens are worse.
         """
         if self._gain is None or num_drafted:
             return True
@@ -134,7 +135,7 @@ class Drafting:
         """Record an applied step, to measure whether draft tokens make steps faster. Steps with prompts are ignored."""
         if self._gain is not None and num_tokens and not batch.stats.num_prompt_tokens:
             rows = len(self._running)
-            # A step that the draft model reads is slower, even if the model pauses.
+            # A step in which the draft model takes part is slower, even if it proposes no tokens.
             paused = self.by_model and batch.read_by_drafter and self._gain.allows(rows)
             drafted = batch.drafts is not None or paused
             self._gain.note(rows, drafted=drafted, num_tokens=num_tokens, seconds=seconds)

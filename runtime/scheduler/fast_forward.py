@@ -2,14 +2,15 @@
 
 If a mask allows only one token, it comes with the run of tokens that the grammar forces from there on
 (`HostData.forced`). The scheduler appends the run, and the next step computes it as one row and samples the token after
-it. If a step in flight already samples the first token of the run, its result is superseded and ignored. A run of k
-tokens then costs that step; if no step was in flight, it costs no step of its own.
+it. If a step in flight already samples the first token of the run, the result of this step is superseded and ignored.
+The run then costs only the superseded step, whatever its length. If no step was in flight, the run costs no step of its
+own.
 
 Sampling would choose the same tokens, because the mask allows no others. Like prompt tokens, forced tokens stay known
 after late masks, retractions and failed steps.
 
-Fast-forward takes host time for each constrained row. It is used only if the device takes longer than this for a row of
-a step.
+Fast-forward takes host time for each constrained row. It is used only if the device takes longer than this host time
+for a row of a step.
 """
 
 from __future__ import annotations

@@ -513,7 +513,7 @@ def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
 
 
 def _request_missing_logprobs(sequence: Sequence) -> None:
-    """Request the prompt log-probabilities again that had not arrived before the recomputation."""
+    """Request again the prompt log-probabilities that had not arrived before the recomputation."""
     arrived = sequence.prompt_logprobs
     if arrived is not None and sequence.request.logprobs is not None:
         sequence.next_logprob = sequence.request.logprobs.start + len(arrived.chosen) - 1

@@ -18,7 +18,8 @@ from runtime.loading.adapter_files import AdapterWeights, LowRankPair, TokenVect
 from runtime.modeling.decoder import Decoder
 from runtime.models.by_transformers.model import TransformersDecoder
 
-# Modules whose inputs are not all tokens of a step in their order, so that hooks cannot tell the tokens apart.
+# Modules that get only some tokens of a step, or tokens in another order. Their hooks would not know which adapter each
+# input needs.
 _EXCLUDED = re.compile(r"(^|\.)(experts|vision\w*|visual|audio\w*|multi_modal\w*)(\.|$)")
 _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.|transformer\.)?")
 

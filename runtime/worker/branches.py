@@ -27,7 +27,7 @@ def is_trunk(batch: Batch) -> np.ndarray:
 
 
 def trunks(batch: Batch) -> Batch:
-    """Return the batch without the rows of branches, which a draft model does not compute."""
+    """Return the batch without its branch rows: a draft model does not compute branches."""
     drafts, sampling = batch.drafts, batch.sampling
     if drafts is None or sampling is None or drafts.branches is None:
         return batch

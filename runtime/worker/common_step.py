@@ -30,7 +30,7 @@ from runtime.worker.step_outputs import copy_out
 
 
 class _Needed(NamedTuple):
-    """The hidden states of a group that the end of a step reads, by use."""
+    """The hidden states of one group that are read after the forward pass, by use."""
 
     sampled: Tensor
     embedded: Tensor

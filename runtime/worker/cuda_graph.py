@@ -193,7 +193,7 @@ class CudaGraphRunner:
         """Capture one graph, on the thread that enqueues. Return whether more graphs remain.
 
         The largest size is captured first, then the size that a step lacked last, then the largest remaining size.
-        Graphs of prompts come before these if more steps lacked them.
+        If more steps lacked a graph for prompts than one of these graphs, a graph for prompts is captured instead.
         """
         prompts = self._prompts
         prompts_first = not self._waiting or (prompts is not None and prompts.num_missed() > self._num_missed)
@@ -239,8 +239,8 @@ class CudaGraphRunner:
     ) -> tuple[Tensor, ...] | None:
         """Replay the graph for this step. Return its results, or None if it is missing.
 
-        With `arrays`, the graph samples. A missing graph is requested, so that it is captured soon. With
-        `is_requested`, the step has done this already.
+        With `arrays`, the graph samples. A missing graph is requested, so that it is captured soon, unless
+        `is_requested` says that this step has already requested a graph.
         """
         size = self._fitting(batch)
         if size is None:

@@ -22,7 +22,8 @@ from runtime.worker.drafts import with_device_ids
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 
-# If more cache entries of a sequence are missing, a step computes the last of them, even without draft tokens.
+# Maximum number of missing cache entries of a sequence. If more are missing, a step computes the newest of them, even
+# if the sequence has no draft tokens in this step.
 MISSING = 62
 
 Longs = NDArray[np.int64]
@@ -153,7 +154,7 @@ class DeviceDrafter:
         computed = self._computed[indices]
         wanted = ~is_prompt & (starts - computed > MISSING)
         wanted[drafted] = True
-        lasts = starts + 1 - shift  # all entries before these ones are needed to propose
+        lasts = starts + 1 - shift  # to propose, all entries before these indices are needed
         begins = np.minimum(np.maximum(computed, lasts - MISSING - 1), np.where(unknown, computed, lasts - 1)).clip(0)
         self._computed[indices[wanted]] = np.where(unknown, computed + 1, lasts)[wanted]
         if self._head is None:
@@ -314,7 +315,7 @@ class DeviceDrafter:
 
 
 def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
-    """Return a step's inputs with the token ids int64 [T], which also replace DRAFT in the arrays with draft tokens."""
+    """Return a step's inputs with the token ids int64 [T]. Ids also replace DRAFT in the arrays of draft tokens."""
     samples, more = inputs.samples, inputs.samples.more
     if samples.drafts is not None:
         samples = samples._replace(drafts=with_device_ids(samples.drafts, token_ids))

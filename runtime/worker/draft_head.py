@@ -18,7 +18,8 @@ from runtime.worker.draft_model import NO_ALTERNATIVES, NO_BATCH, draft_sampling
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
-# If more cache entries of a sequence are missing, a step computes the last of them, even without draft tokens.
+# Maximum number of missing cache entries of a sequence. If more are missing, a step computes the newest of them, even
+# if the sequence has no draft tokens in this step.
 MISSING = 62
 
 Longs = NDArray[np.int64]

@@ -105,8 +105,8 @@ def with_proposals(batch: Batch, proposed: Batch) -> Batch:
 def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
     """Return the number of draft tokens that each row may accept at most, int64 [D], or None if there is no limit.
 
-    `late` are the sampled positions (of N) whose `HostData` is missing. With the limits, the last output token of each
-    row comes from a position before its first late one.
+    `late` are the sampled positions (of N) whose `HostData` is missing. With the limits, each row's last output token
+    comes from a position before the row's first late position.
     """
     sampling, drafts = batch.sampling, batch.drafts
     if not late or sampling is None or drafts is None:

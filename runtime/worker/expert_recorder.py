@@ -185,7 +185,7 @@ class ExpertRecorder:
         return self._due.future
 
     def close(self) -> None:
-        """Set the result of a future from `when_due` that still waits to None."""
+        """If a future that `when_due` returned has no result yet, set its result to None."""
         if self._due is not None:
             self._due.future.set_result(None)
             self._due = None

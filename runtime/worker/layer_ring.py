@@ -1,9 +1,10 @@
 """Copies the weights of layers in host memory to the device during each step, ahead of their use.
 
 The device has n slots. The k-th layer in host memory always reads slot k % n, so its weights have fixed addresses, as
-CUDA graphs need. A step begins with copies into all slots. After a layer has been computed, the weights of the next
-layer for its slot are copied there. Copies run on the copy stream, concurrently with the forward pass, and each layer
-waits only for its own copy. All copies have ended at the end of a step, so a graph can contain a whole step.
+CUDA graphs need. A step begins with copies into all slots. After a layer has been computed, its slot is free, so the
+weights of the next layer that reads this slot are copied into it. Copies run on the copy stream, concurrently with the
+forward pass, and each layer waits only for its own copy. All copies have ended at the end of a step, so a graph can
+contain a whole step.
 """
 
 from __future__ import annotations

@@ -284,8 +284,8 @@ class StepExecutor:
         `forward` computes hidden states, and `cpu_graph` computes whole steps in one call; both are used only without
         pipeline parallelism. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample
         tokens. `draft_model` (on a CPU) or `device_drafter` (on a GPU) proposes tokens; its pool has the same pages as
-        `pool`. With `all_states`, the last stage of a pipeline sends the hidden states of all tokens, which a draft
-        head reads. `all_states` must be the same on all ranks.
+        `pool`. With `all_states`, the last stage of a pipeline sends the hidden states of all tokens, because a draft
+        head reads them. `all_states` must be the same on all ranks.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0

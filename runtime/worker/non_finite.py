@@ -17,7 +17,7 @@ logger = logging.getLogger("penstock.core")
 
 
 class NonFiniteSearch:
-    """Recomputes failed steps module by module. Logs each module where non-finite values begin once."""
+    """Recomputes failed steps module by module. Logs where non-finite values begin, once for each such module."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model

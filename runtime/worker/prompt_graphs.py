@@ -123,7 +123,7 @@ class PromptGraphs:
         return bool(self._waiting)
 
     def num_missed(self) -> int:
-        """Return how many steps ran eagerly since the last capture although a size (not yet captured) fits them."""
+        """Return how many steps since the last capture ran eagerly because their size is not captured yet."""
         return self._num_missed
 
     @property

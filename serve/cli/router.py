@@ -39,7 +39,7 @@ GENERATING = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/responses", "/api/chat")
 )
 HOP_HEADERS = frozenset(("host", "content-length", "connection", "transfer-encoding", "keep-alive", PREFILLED))
-# A proxy header, because of which servers on the router's machine do not treat its requests as local. Local requests
+# A proxy header. It prevents servers on the router's machine from treating forwarded requests as local: local requests
 # may call admin routes without a key.
 VIA = ("via", "1.1 penstock-router")
 METHODS = ["GET", "POST", "PUT", "DELETE"]

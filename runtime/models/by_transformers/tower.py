@@ -113,7 +113,7 @@ class MediaTower(nn.Module):
     def __init__(self, model: Any) -> None:
         """Take a transformers model, and remove its language model.
 
-        Raises CheckpointError unless the language model is a direct child of the model's body, or the body's layers.
+        Raises CheckpointError unless the language model is a direct child of the model's body, or is the body itself.
         """
         super().__init__()
         name = type(model).__name__
