@@ -292,8 +292,8 @@ class DraftedConstraint(Constraint, Protocol):
 class SequenceConstraint:
     """The constraint of one sequence, with the host data of its next tokens.
 
-    Owned by the scheduler, which gets the `HostData` objects before the tokens are known on which their contents
-    depend.
+    Owned by the scheduler. It gets each `HostData` object early, when some of the tokens that determine the object's
+    contents are not known yet.
     """
 
     __slots__ = ("_choice", "_constraint", "_drafts", "_later", "_num_told", "next")

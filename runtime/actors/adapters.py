@@ -198,8 +198,8 @@ class AdapterRegistry:
     async def ready(self, adapter: Adapter) -> None:
         """Load an adapter into host memory, if it is not there.
 
-        Waits while there is no room because requests use the others. Raises `InvalidRequest` if the adapter's files do
-        not fit the model.
+        If there is no room, waits until requests no longer use one of the loaded adapters. Raises `InvalidRequest` if
+        the adapter's files do not fit the model.
         """
         if not self.is_ready(adapter):
             await self._fetch(adapter)

@@ -103,7 +103,7 @@ class StepTimes:
         """Return how many prompt tokens a mixed step may have so that streams get a token about every `target_s`.
 
         Returns None before steps are measured. The averages rise fast and fall slowly, so most steps take less time
-        than this.
+        than `target_s`.
         """
         if self._decode_s is None or not self._prompt_token_s:
             return None

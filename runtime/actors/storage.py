@@ -48,7 +48,7 @@ STALL_S = 5.0  # longest wait until a prompt arrives at the prefill server
 POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.03, 0.002, 0.005
 # While a CPU computes steps, saves take at most this share of the time, and move at most this number of pages at once.
 SAVE_SHARE, SAVED_AT_ONCE = 0.02, 8
-WATCHED_AT_ONCE = 256  # maximum number of pages that a question names, because a long prompt has thousands
+WATCHED_AT_ONCE = 256  # maximum number of pages in one request to the store, because a long prompt has thousands
 LOOKUP_S = 0.0005  # added to the interval between two lookups, for each concurrent load
 BACKENDS = ("file",)  # backends that a client may attach without naming a folder or class
 LAYOUT = "1"  # version of the page layout; change it whenever the bytes of a page change

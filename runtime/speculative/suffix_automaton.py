@@ -14,8 +14,8 @@ ROOT = 0
 class SuffixAutomaton:
     """All substrings of a text.
 
-    For substrings of up to `max_length` tokens, it has the number of occurrences and the last two. `state` is the state
-    of the text's last `length` tokens, where `length` is at most `max_length`.
+    For each substring of up to `max_length` tokens, it has the number of occurrences and the ends of the last two.
+    `state` is the state of the text's last `length` tokens, where `length` is at most `max_length`.
     """
 
     __slots__ = (

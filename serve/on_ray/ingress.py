@@ -41,7 +41,7 @@ METRICS, MODELS = "/metrics", "/v1/models"
 EVERYWHERE = frozenset((METRICS, "/flush_cache", "/reset_prefix_cache", "/freeze_gc", "/abort_request"))
 EVERYWHERE_S = 30.0
 MAX_EVERYWHERE_BYTES = 64 * 1024  # maximum size of a body that is sent to every replica
-# A proxy header, because of which replicas do not treat forwarded requests as local requests of their own machine.
+# A proxy header. It prevents replicas from treating forwarded requests as local requests of their own machine.
 VIA = (b"via", b"1.1 penstock-ray")
 LOST = "The replica that computed this answer has ended."
 SILENT = "At least one replica did not answer; retry later."

@@ -26,7 +26,10 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica first; Ray tries the others, least loaded first, if that one accepts no request."""
+        """Return the chosen replica, followed by the others, the least loaded first.
+
+        Ray tries the next replica if one accepts no request.
+        """
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         known = self.replica_queue_len_cache
         loads = {each: known.get(each) or 0 for each in by_id}

@@ -60,7 +60,7 @@ class _Call:
 
 @decodes(CompletionBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Complete one or several prompts, in one answer or streamed."""
+    """Complete one or several prompts: as one JSON object, or as a stream of events."""
     call = await read_call(http, core, _read)
     body = call.body
     label = body.rid if isinstance(body.rid, str) else call.requests[0].label

@@ -517,7 +517,7 @@ class _Held:
 
     @property
     def rest(self) -> str:
-        """The text before the stop string of the token in which the stop string begins."""
+        """The part of a token's text before the stop string, for the token in which the stop string begins."""
         return self._tokens[0].text[: self._num_free] if self._tokens else ""
 
 

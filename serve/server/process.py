@@ -187,7 +187,7 @@ class Linger:
         self._seen: dict[Connection, tuple[int, float]] = {}
 
     def stalled_for(self, connection: Connection) -> float:
-        """Return the seconds since an earlier call last saw that the client had read something."""
+        """Return for how many seconds the client has read nothing. Progress is seen only when this method is called."""
         unsent, now_s = connection.num_unsent_bytes, time.monotonic()
         before, since_s = self._seen.get(connection, (unsent + 1, now_s))
         if unsent < before:
