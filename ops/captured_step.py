@@ -1,4 +1,4 @@
-"""Launches of the first and the last kernels of a step in a CPU graph, which surround the kernels of the layers.
+"""Launches the first and the last kernels of a step in a CPU graph: those before and after the kernels of the layers.
 
 The first kernel derives positions and slot mapping from the batch. The last kernels select or pool hidden states, or
 choose the most likely tokens (`ops/cpp/source/whole.h`).

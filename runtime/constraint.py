@@ -275,7 +275,7 @@ class DraftedConstraint(Constraint, Protocol):
     def takes_drafts(self) -> bool:
         """Whether outputs may have draft tokens.
 
-        A constraint that wraps another one returns the value of the inner one.
+        A constraint that wraps another constraint returns the inner constraint's value.
         """
         ...
 

@@ -329,7 +329,7 @@ class Chunk(NamedTuple):
 
     index: int  # index of the choice
     text: str  # text since the last chunk of this choice
-    ids: list[int]  # token ids since this chunk
+    ids: list[int]  # token ids since the last chunk of this choice
     finish: Finish | None
     usage: Usage
     logprobs: Logprobs | None = None  # log-probabilities of the new ids

@@ -298,7 +298,7 @@ def _distances(first: int, end: int, first_key: int, device: torch.device) -> Te
 
 
 def _groups(q: Tensor, k_pool: Tensor, metadata: AttentionMetadata, window: Window | None) -> list[Group]:
-    """Return groups of the step's single-token rows, which have similar lengths. Computed once per step and window."""
+    """Return the step's single-token rows in groups of similar length. Computed once per step and window."""
     key = (__name__, window, q.dtype, tuple(k_pool.shape))
     if key not in metadata.plan_cache:
         page_bytes = k_pool[0].numel() * k_pool.element_size()

@@ -303,7 +303,7 @@ class Arena:
         else:
             block = _Block(_aligned(nbytes))
             self.blocks.append(block)
-        # A separate storage over the block's memory, which expires when the last view of this tensor is freed.
+        # A separate storage over the block's memory. It expires when the last view of this tensor is freed.
         whole = torch.frombuffer(block.memory[:nbytes].data, dtype=dtype)
         block.user = StorageWeakRef(whole.untyped_storage())
         return whole.view(*shape)

@@ -65,7 +65,7 @@ def _list_kernel(
     num_pairs,
     BLOCK: tl.constexpr,
 ):
-    """List the pairs of this program's expert, after the pairs of all experts with lower numbers, which it counts."""
+    """Count the pairs of all experts with lower numbers than this program's expert. List its pairs after them."""
     expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     inside = lanes < num_pairs
     chosen = tl.load(experts + lanes, mask=inside, other=2**30)

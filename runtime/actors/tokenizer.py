@@ -35,7 +35,7 @@ logger = logging.getLogger("penstock.tokenizer")
 # Texts up to this length are encoded on the event loop, which takes at most 0.5 ms. Starting a thread takes as long.
 INLINE_CHARS = 2048
 NO_GRAMMARS = "This server cannot constrain outputs: it has no tokenizer or runs with --grammar-backend none."
-# Maximum memory in bytes of the texts that wait to be encoded, which takes about 20 s.
+# Maximum memory in bytes of the texts that wait to be encoded. Encoding this many bytes takes about 20 s.
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 

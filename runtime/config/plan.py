@@ -70,8 +70,8 @@ class CachePlan(Section):
     page_size: int
     prefix_cache: bool  # share computed prefixes through the radix tree
     kv_dtype: str  # torch's name: the model's dtype, "float8_e5m2" or "float8_e4m3fn"
-    # Share of the device's memory that weights and KV cache may use together. If `of_free_memory` is set, it is the
-    # share of the memory still free after loading that the KV cache alone may use.
+    # Share of the device's memory that weights and KV cache may use together. If `of_free_memory` is set, only the KV
+    # cache counts, and this is its share of the memory that is free after the weights are loaded.
     mem_fraction: float
     of_free_memory: bool = False
     max_total_tokens: int | None  # maximum number of tokens in the KV cache; None: as many as memory allows
@@ -124,7 +124,7 @@ class SchedulerPlan(Section):
     tiers: Mapping[str, int] = field(default_factory=dict)  # priorities of service tiers; {}: tiers have no effect
     max_first_token_s: float | None = None  # requests with a longer predicted time to the first token are refused
     low_priority_first: bool = False  # lower priority numbers go first
-    # A request interrupts a running one if its priority is higher by more than this.
+    # A waiting request interrupts a running one if the waiting request's priority is higher by more than this.
     preemption_threshold: int = 10
     max_new_sequences: int | None = None  # maximum number of new sequences per step; None: no limit
     # Maximum number of forced tokens (the only tokens that a grammar allows) appended at once; 0: sample every token.

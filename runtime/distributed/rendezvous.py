@@ -34,7 +34,7 @@ IDLE_S, INTERVAL_S, PROBES = 15, 5, 3
 
 
 def fingerprint(facts: ModelFacts) -> str:
-    """Return a hash of the model's configuration, which must be equal on all machines."""
+    """Return a hash of the model's configuration. It must be equal on all machines."""
     text = orjson.dumps(dict(facts.config), option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(text).hexdigest()
 

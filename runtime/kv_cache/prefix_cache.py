@@ -50,9 +50,9 @@ class Duplicates(NamedTuple):
 class PrefixCache:
     """Allocates, shares and frees the pages of sequences. If not `enabled`, pages are neither shared nor kept.
 
-    `kinds` are the layers' caches other than KV pages, which are notified of every change of a page. `events` records
-    the pages that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host memory.
-    With `num_tier_pages`, host memory also keeps copies of tree pages (`HostTier`); their page ids begin at
+    `kinds` are the layers' caches other than KV pages. They are told of every change of a page's owner. `events`
+    records the pages that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host
+    memory. With `num_tier_pages`, host memory also keeps copies of tree pages (`HostTier`); their page ids begin at
     `num_host_pages`. Both options copy only KV pages, so they cannot be combined with `kinds`.
     """
 

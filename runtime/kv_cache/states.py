@@ -45,7 +45,7 @@ class _States:
 
     slot: int = ZEROS  # slot of the state after `length` tokens
     length: int = 0
-    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens, which the last span read
+    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens; the last span read this state
     previous_length: int = 0
     own: list[int] = field(default_factory=list)
     # Pages with output tokens that have snapshots, the newest last.

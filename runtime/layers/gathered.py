@@ -15,8 +15,8 @@ from runtime.mesh.mesh import Mesh
 class Gathered(nn.Module):
     """Computes an MLP or a mixture of experts for the tokens of all attention groups together.
 
-    Every rank holds a shard of the inner layer, which must return the sum over all ranks of the stage. `groups` has
-    one rank of each attention group.
+    Every rank holds a shard of the inner layer. The inner layer must return the sum over all ranks of the stage.
+    `groups` has one rank of each attention group.
     """
 
     def __init__(self, inner: nn.Module, groups: Axis) -> None:

@@ -36,7 +36,7 @@ PARTS: Mapping[Kind, Sequence[str]] = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
-FRAME_OPTIONS = ("fps", "num_frames")  # options that select frames, which are applied before the processor runs
+FRAME_OPTIONS = ("fps", "num_frames")  # options that select frames; they are applied before the processor runs
 FRAMES_PER_S = 2.0  # frames per second of a video, if the processor does not choose frames
 
 

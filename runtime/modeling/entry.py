@@ -21,7 +21,7 @@ class Entry:
     encoder: bool = False  # whether the model processes each text in one step and generates no tokens
     scores: bool = False  # whether the model is a classifier, whose outputs are scores of labels
     draft_head: bool = False  # whether the model is a draft head
-    headless: bool = False  # whether the model is a decoder without an LM head, which generates no tokens
+    headless: bool = False  # whether the model is a decoder that has no LM head and generates no tokens
     captured: bool = True  # for encoders: whether CPU graphs can capture steps; graphs can capture every decoder
     tensors: Mapping[str, str | None] = field(default_factory=dict)  # renamed tensors (see `tensor_name`)
     layer_types: tuple[str, ...] = ()  # kinds of layers that config.json may list; (): full and sliding attention

@@ -257,7 +257,7 @@ def minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
 def qwen1(values: Mapping[str, Any]) -> dict[str, Any]:
     """Set the context length to the trained length, and halve `intermediate_size`, which counts gate and up together.
 
-    Beyond the trained length, Qwen 1 scales its queries and its rotary embedding, which is not supported.
+    Beyond the trained length, Qwen 1 scales its queries and its rotary embedding. This scaling is not supported.
     """
     fields = Fields(values, "config.json: ")
     inner = fields.integer("intermediate_size") // 2

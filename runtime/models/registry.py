@@ -40,7 +40,7 @@ def find(architecture: str) -> Entry | None:
 
 
 def entry(architecture: str) -> Entry:
-    """Return the entry of an architecture. Raises CheckpointError, which may suggest a name, if it is not supported."""
+    """Return the entry of an architecture. If it is not supported, raises CheckpointError, which may suggest a name."""
     match = find(architecture)
     if match is not None:
         return match

@@ -351,7 +351,7 @@ class PeerPages:
         self, peer: tuple[str, int], keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]], first: int
     ) -> int:
         """Read pages from `peer`, from index `first` on. Return the index of the first page that it lacks."""
-        # Receives the pages after a missing one, which are not used.
+        # Receives the pages after a missing page. These pages are not used.
         unused = [memoryview(bytearray(self._space.page_bytes))]
         for begin in range(first, len(keys), PAGES_AT_ONCE):
             end = min(begin + PAGES_AT_ONCE, len(keys))

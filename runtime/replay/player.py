@@ -30,7 +30,7 @@ class Difference(Exception):
 
 
 class Launched(NamedTuple):
-    """Event: a batch was built, which equals the recorded one."""
+    """Event: a batch was built. It equals the recorded batch."""
 
     batch: Batch
 

@@ -76,7 +76,8 @@ class RecordedScheduler(Scheduler):
         self._running.on_resume = self._resumed.append
         self._forced: list[tuple[Sequence, tuple[int, ...]]] = []  # forced tokens that may be appended before the step
         self._fast_forward.on_runs = self._forced.extend
-        # Whether the last line says that no batch could be built, and no sequence runs or waits since then.
+        # Whether the last line says that no batch could be built, and no sequence ran or waited at that time. The next
+        # such line is then left out.
         self._was_idle = False
         sizes = {"vocab_size": vocab_size, "context_length": context_length}
         writer.write(header(plan, cache, **sizes, **settings))

@@ -15,7 +15,7 @@ from runtime.kv_cache.radix_tree import Node
 from runtime.scheduler.owner_shares import OwnerShares
 from runtime.sequence import Sequence
 
-MATCHED_QUEUE_LENGTH = 128  # a longer queue is not matched with the prefix tree, which would cost more than it gains
+MATCHED_QUEUE_LENGTH = 128  # a longer queue is not matched with the prefix tree: this would cost more than it gains
 
 Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 

@@ -1,4 +1,4 @@
-"""The running sequences, and tables with their pages, parameters and row values, which every step reads."""
+"""The running sequences, and the tables that every step reads: their pages, parameters and row values."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class Scheduler:
     def limit_steps(self, prefill: int | None, mixed: int | None, *, scored: tuple[int, int] | None = None) -> None:
         """Set the number of prompt tokens after which a prefill-only or a mixed step accepts no further prompt.
 
-        None means that only the plan limits the step. `scored` has the limits on prompt tokens with log-probabilities,
-        which cut prompts. If it is None, these limits do not change.
+        None means that only the plan limits the step. `scored` has the limits on prompt tokens with log-probabilities.
+        These limits cut prompts. If `scored` is None, they do not change.
         """
         self._builder.scored_limits = scored or self._builder.scored_limits
         self._builder.prompt_limits = (prefill, mixed)

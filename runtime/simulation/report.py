@@ -138,7 +138,7 @@ def as_text(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def as_svg(outcomes: Mapping[str, Outcome]) -> str:
-    """Return a plot: the share of requests whose first token arrived within a time, which has a logarithmic axis."""
+    """Return a plot of the share of requests whose first token arrived within a time. The time axis is logarithmic."""
     samples = {name: np.sort(outcome.first_token_s) for name, outcome in outcomes.items()}
     known = [values for values in samples.values() if len(values)]
     low = max(min((float(values[0]) for values in known), default=0.001), 1e-4)

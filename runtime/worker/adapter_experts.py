@@ -16,7 +16,7 @@ from runtime.loading.adapter_config import AdapterConfig
 from runtime.loading.adapter_files import LowRankPair
 
 # Names of adapted layers. `_ONE` matches a weight of one expert, in the names of several model families. `_ALL` matches
-# the weight of all experts of a layer, which peft adapts by a single low-rank pair.
+# the weight of all experts of a layer: peft stores a single low-rank pair for it.
 _ONE = re.compile(r".+\.experts\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)")
 _ALL = re.compile(r".+\.experts(\.base_layer)*")
 _PARTS: Mapping[str, str] = {

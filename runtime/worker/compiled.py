@@ -40,9 +40,9 @@ def compilable(kernels: Kernels) -> Kernels:
 
 
 class CompiledForward:
-    """Runs the compiled forward pass for batches of up to `max_rows` one-token rows, and the eager one for all others.
+    """Runs the compiled forward pass for batches of up to `max_rows` one-token rows. Other batches run eagerly.
 
-    The model's kernels must be `compilable`. `compile` compiles one version for one row and one for several rows, which
+    The model's kernels must be `compilable`. `compile` compiles two versions: for one row, and for several rows. This
     may take minutes.
     """
 

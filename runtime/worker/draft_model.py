@@ -32,9 +32,10 @@ class DraftModel:
     """A small model whose KV cache has the same pages as the target's. Only for CPUs, where all starts are known.
 
     It computes every prompt that the target computes. For a row with draft tokens, it first computes the row's known
-    tokens, then proposes draft tokens one at a time, which the target verifies in its step. For sequences that are not
-    greedy, it samples with the target's parameters and random numbers: if the two distributions are similar, they then
-    mostly yield the same token (as in arXiv 2408.07978, with another sampler).
+    tokens, then proposes draft tokens one at a time. The target verifies all of them in its step. For sequences that
+    are not greedy, the draft model samples with the target's parameters and random numbers. If the distributions of the
+    two models are similar, both models then mostly choose the same token (as in arXiv 2408.07978, with another
+    sampler).
 
     While a sequence has no draft tokens, the draft model does not compute its tokens, but stores them to compute them
     later. If more than `KEPT` tokens are missing, the next draft tokens are worse. The output stays correct, because

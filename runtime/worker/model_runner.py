@@ -58,7 +58,7 @@ logger = logging.getLogger("penstock.core")
 
 
 class CommonSteps(Protocol):
-    """Rank 0's part of common steps (data-parallel attention), which compute one batch of each attention group."""
+    """Rank 0's part of common steps (data-parallel attention). A step computes one batch of each attention group."""
 
     def run(self, batches: Sequence[Batch | None]) -> Read[list[StepOutput | None]]:
         """Enqueue a step with one batch of each group."""

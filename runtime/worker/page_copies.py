@@ -23,7 +23,7 @@ class PageCopier:
     """
 
     def __init__(self, pools: Sequence[KVPool], copy_pages: CopyPages, device: Device, staging: Staging) -> None:
-        """Create the copier. `pools` are the pools of all models of the rank, which share one page table."""
+        """Create the copier. `pools` has the pool of each model of the rank. The models share one page table."""
         self._pools = {
             "device": [cache for pool in pools for cache in pool.paged.values()],
             "host": [cache for pool in pools for cache in pool.host.values()],

@@ -18,7 +18,7 @@ class RelaxedAcceptance(NamedTuple):
     """SGLang's thresholds for accepting a draft token of probability p.
 
     A draft token is accepted if p >= `single`, otherwise with probability min(1, p / `divisor`). Without thresholds, it
-    is accepted if the model samples it, which has probability p. With thresholds more draft tokens are accepted, so
+    is accepted if the model samples it, so with probability p. With thresholds more draft tokens are accepted, so
     outputs no longer have the model's distribution.
     """
 

@@ -1,7 +1,7 @@
 """Compiles the kernels of a GPU at start, so that no request waits for a compilation.
 
-A Triton kernel has variants, which are compiled separately. The number of a step's tokens selects the variants of
-matrix products and MoE layers, which change only at powers of two.
+A Triton kernel has variants, which are compiled separately. For matrix products and MoE layers, the number of a step's
+tokens selects the variant. The variant changes only at powers of two.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class Connection(asyncio.Protocol):
             self.close()  # the server sent bytes although no request is open
             return
         self._reads.append((perf_counter(), data))
-        # A chunked body is parsed only if it may be complete. It ends with an empty line, of which a short read may be
-        # the rest.
+        # A chunked body is parsed only if it may be complete. It ends with an empty line. A short read may be the rest
+        # of this line.
         if not self._in_chunks or data.endswith(b"\r\n\r\n") or len(data) < 4:
             self._parse(self._parser)
 

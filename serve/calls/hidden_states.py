@@ -36,7 +36,7 @@ def _num_computed(chunk: Chunk) -> int:
 
 
 def as_fragment(states: list[Any]) -> orjson.Fragment:
-    """Return `hidden_states` as JSON. Each vector is one call of orjson, which holds the GIL during a call."""
+    """Return `hidden_states` as JSON. Calls orjson once per vector, because orjson holds the GIL during a call."""
     if not states:
         return orjson.Fragment(b"[]")
     prompt, *output = states

@@ -199,7 +199,7 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
 
 
 def _check_counterparts(builder: PlanBuilder) -> None:
-    """Refuse options that state parallel sizes of the other servers which differ from this server's sizes."""
+    """Refuse options by which the other servers have parallel sizes that differ from this server's sizes."""
     args, parallel = builder.args.disaggregation, builder.args.parallel
     sizes = {
         "disaggregation_decode_tp": (args.disaggregation_decode_tp, parallel.tp_size, "--tp-size"),

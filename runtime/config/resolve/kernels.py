@@ -36,7 +36,7 @@ CPP_NEEDS: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset({"avx2", "fma"}),
     "aarch64": frozenset({"asimd"}),
 }
-MAX_RELOADED_BYTES = 1 << 30  # larger models are not compiled in the background, which loads the weights twice
+MAX_RELOADED_BYTES = 1 << 30  # above this size, kernels do not compile in the background: the weights would load twice
 # SGLang's defaults of options that set a value for one backend. These values are accepted with every backend.
 ORIGINAL_DEFAULTS: Mapping[str, int] = {"triton_attention_num_kv_splits": 8}
 # Operations that torch.compile fuses better than hand-written kernels do.

@@ -91,7 +91,7 @@ def input_prompt(
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
 ) -> CountedPrompt:
-    """Return the prompt of a body, whose tokens are to be counted.
+    """Return the prompt of a body, so that its tokens can be counted.
 
     Raises `InvalidRequest` for invalid fields like `call_of`, and for prompts that are many times longer than the
     context.
