@@ -202,7 +202,8 @@ async def test_bodies_whose_names_begin_otherwise_than_llamas_load_with_other_he
     family: str, head: str, tmp_path: Path
 ) -> None:
     auto = AutoModelForSequenceClassification if head != "Model" else AutoModel
-    config = tiny_foreign.config(family, **({"num_labels": 3} if head != "Model" else {}))
+    changes: dict[str, Any] = {"num_labels": 3} if head != "Model" else {}
+    config = tiny_foreign.config(family, **changes)
     model: Any = auto.from_config(config, dtype=torch.float32).eval()
     tiny_checkpoints.redraw(model, seed=0)
     model.save_pretrained(tmp_path)
