@@ -91,7 +91,7 @@ class Sequence:
             None  # None: rows of this sequence never have draft tokens
         )
         self.draft_counts: DraftCounts | None = None  # None: no draft tokens of this sequence were verified
-        # How many of the oldest results in flight to ignore, because their tokens were forced meanwhile.
+        # Number of results in flight to ignore, the oldest first: their tokens were forced after the launch.
         self.num_superseded = 0
         self.num_undelivered = 0  # number of forced tokens at the end of `ids` that are in no Delta yet
         self.num_cached = -1  # number of cached prompt tokens at the first admission; -1 before it

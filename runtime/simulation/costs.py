@@ -107,7 +107,10 @@ def fit(steps: list[tuple[tuple[int, int, int, int], float]]) -> StepCosts:
 
 
 def _least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a solution without negative coefficients: columns with negative ones are removed, the worst one first."""
+    """Return a least-squares solution without negative coefficients.
+
+    While the solution has negative coefficients, the column of a most negative one is left out. Its coefficient is 0.
+    """
     columns = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
     found = np.zeros(matrix.shape[1])
     while columns:

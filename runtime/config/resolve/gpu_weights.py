@@ -46,7 +46,7 @@ def experts_on_gpu(
 
 
 def kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:
-    """Return whether weights of linear layers may stay in 4 bits or float8, which the Triton kernels can read."""
+    """Return whether linear layers may keep weights in 4 bits or float8. The Triton kernels can read such weights."""
     stored = facts.quantization
     if asked is None or (stored is not None and asked in METHODS and METHODS[asked].only_unquantized):
         return stored in GROUPED
