@@ -52,9 +52,10 @@ class Inputs:
         )
 
     def with_own_pages(self, page_table: Tensor) -> Inputs:
-        """Return inputs for a cache pool that has its own pages, with `page_table` (int32) and a new slot mapping.
+        """Return a copy of these inputs for a cache pool that has its own pages.
 
-        The other buffers are shared with these inputs. The result has no row values and no position axes.
+        The copy has `page_table` (int32), a new slot mapping, no row values and no position axes. It shares all other
+        buffers with `self`.
         """
         return replace(
             self,

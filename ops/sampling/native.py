@@ -308,9 +308,9 @@ def second_uniform(uniform: Tensor) -> Tensor:
 
 
 def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: int) -> tuple[Tensor, Tensor]:
-    """Draw from those of the `width` best tokens that the limits keep. Return (ids, whether the id is valid), both [R].
+    """Of the `width` best tokens, draw one that the limits allow. Return (ids, whether the id is valid), both [R].
 
-    An id is invalid if the limits also keep tokens outside the `width` best ones. Each limit keeps a prefix of the
+    An id is invalid if the limits may also allow tokens outside the `width` best ones. Each limit keeps a prefix of the
     ranking, so all limits together keep the shortest of these prefixes.
     """
     vocab_size = logits.shape[-1]

@@ -171,7 +171,7 @@ def _among_equals(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the result of `_search`. The last token is one of the tokens with the bits `last`."""
+    """Finish `_search`: find the last token of the prefix among the tokens with the bits `last`. Return the same."""
     above, weight = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for base in range(0, end, BLOCK):
         inside, key, fixed = _token(base, LISTED, line, peak, temperature, keys, weights, end, UNIT, BLOCK)

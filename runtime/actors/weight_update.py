@@ -22,8 +22,8 @@ async def replace_weights(
     """Load the weights of a checkpoint on all ranks, between two steps. This call must not be cancelled.
 
     With `recompute`, the prefix trees are emptied and running sequences are recomputed; otherwise the KV of the old
-    weights stays in use. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place. Raises
-    `EngineFailure` if a replica has no valid weights; this replica then ends.
+    weights stays in use. After a failure, raises `InvalidRequest` or `CheckpointError` if the old weights are
+    in use again. Raises `EngineFailure` if a replica has no valid weights; this replica then ends.
     """
     payload = {"path": path, "load_format": load_format}
     await asyncio.gather(*(actor.runner.call("check_weights", payload) for actor in actors))

@@ -184,7 +184,7 @@ class _Tables:
         self.here = empty(slots if self._has_copies else ids)  # local index of each slot (no copies: expert), or -1
         if self._has_copies:
             self.slots, self.counts = empty(ids, width), empty(ids)  # all slots of each expert, and their number
-            self.fixed = empty(placement.num_ranks, ids)  # the slot that the tokens of a rank use
+            self.fixed = empty(placement.num_ranks, ids)  # the slot to which each rank sends its tokens for each expert
         self.write(placement, rank)
 
     def write(self, placement: Placement, rank: int) -> None:

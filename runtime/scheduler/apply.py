@@ -141,7 +141,7 @@ def _delta(
 ) -> Delta:
     """Return a delta with the forced tokens that were not delivered yet, followed by `tokens`.
 
-    `tokens` are the last known tokens of the sequence.
+    `tokens` are already at the end of `sequence.ids`, directly after the forced tokens.
     """
     num_prompt, num_known = sequence.num_prompt, len(sequence.ids)
     if sequence.num_undelivered:
@@ -234,9 +234,9 @@ def _finish_without_token(batch: Batch, row: int, failed: frozenset[int], stuck:
 
 
 def _embedding(output: StepOutput, row: int, finish: Finish) -> list[float] | None:
-    """Return the embedding vector of a row, or None if the row has none.
+    """Return the embedding vector of a row, or None if the row needs none because it did not finish with "stop".
 
-    Raises `EngineFailure` if the step did not compute it.
+    Raises `EngineFailure` if the row needs a vector that the step did not compute.
     """
     if finish.kind != "stop":
         return None

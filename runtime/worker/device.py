@@ -351,7 +351,7 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tup
         graph.capture_end()
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    with suppress(RuntimeError):  # raised if the allocator knows it already
+    with suppress(RuntimeError):  # raised if the allocator has already left this pool
         torch._C._cuda_endAllocateToPool(index, pool)
 
 

@@ -213,7 +213,7 @@ class DeviceDrafter:
         owners = np.repeat(np.arange(len(rows)), counts)
         entries = np.arange(len(owners)) + np.repeat(begins - counts.cumsum() + counts, counts)
         firsts = (batch.counts.cumsum() - batch.counts)[rows]
-        # Index into [T] of the token at the position of the entry.
+        # For each entry q: index, in the batch's token ids [T], of the token at position q. Used where `own` holds.
         flat = (firsts - batch.starts[rows])[owners] + entries
         own = from_batch[owners]
         step = replace(

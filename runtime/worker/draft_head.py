@@ -81,9 +81,9 @@ class HeadDrafter:
         return self._pool
 
     def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
-        """Return the batch with proposed ids in place of `DRAFT`, and with the known ids in place of UNKNOWN.
+        """Return the batch with token ids in place of `DRAFT` and `UNKNOWN`. Its starts must be exact.
 
-        `last_tokens`, int64 by sequence index, are the tokens for UNKNOWN. The batch's starts must be exact.
+        The ids for `DRAFT` are proposed here. Those for `UNKNOWN` are read from `last_tokens`, int64 by sequence index.
         """
         self.alternatives = []
         rows, firsts, positions = _flat(batch)

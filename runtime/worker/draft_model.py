@@ -69,9 +69,9 @@ class DraftModel:
         self._computed = np.zeros(num_sequences, np.int64)  # by sequence index: number of positions with KV
 
     def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
-        """Return the batch with proposed ids in place of `DRAFT`, and with the known ids in place of UNKNOWN.
+        """Return the batch with token ids in place of `DRAFT` and `UNKNOWN`. Its starts must be exact.
 
-        `last_tokens`, int64 by sequence index, are the tokens for UNKNOWN. The batch's starts must be exact.
+        The ids for `DRAFT` are proposed here. Those for `UNKNOWN` are read from `last_tokens`, int64 by sequence index.
         """
         rows = np.repeat(np.arange(len(batch.counts)), batch.counts)
         indices = batch.sequence_indices[rows]

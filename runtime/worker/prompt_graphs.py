@@ -149,7 +149,7 @@ class PromptGraphs:
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """Return the size for this step, or None if no size fits."""
         attention = batch.attention
-        if not self._largest or attention.replans is not None:  # true if another runner is capturing this step
+        if not self._largest or attention.replans is not None:  # `replans`: another runner captures it
             return None
         if batch.media_levels or batch.adapted or attention.repeated is not None or batch.states is not None:
             return None

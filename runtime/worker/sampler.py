@@ -307,7 +307,7 @@ class Sampler:
             arrays[f"prompt {fresh.sequence_index}"] = self._seen.known(fresh.prompt_ids)
             arrays[f"output {fresh.sequence_index}"] = self._seen.known(fresh.output_ids)
         rows, sequence_indices = penalties.rows, penalties.sequence_indices
-        if without_token:  # rows that get no token must not count one
+        if without_token:  # leave out rows that get no token, so that none is counted
             keep = np.array([row not in without_token for row in rows.tolist()], np.bool_)
             rows, sequence_indices = rows[keep], sequence_indices[keep]
         arrays["penalised_rows"], arrays["counted"] = rows, self._seen.indices_of(sequence_indices)

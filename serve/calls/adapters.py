@@ -130,8 +130,8 @@ def _check_name(core: EngineCore, name: str) -> None:
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: bytes) -> None:
     """Write the files of an adapter. Raises `InvalidRequest` if the tensors are not safetensors data."""
-    # Safetensors data begins with the size of its JSON header, 8 bytes, and then the header's opening brace. This check
-    # rejects pickle data, which could run code.
+    # Safetensors data begins with 8 bytes that hold the size of the JSON header. The header follows and begins with a
+    # brace. This check rejects pickle data, which could run code.
     if tensors[8:9] != b"{" or int.from_bytes(tensors[:8], "little") > len(tensors) - 8:
         raise InvalidRequest(
             "The tensors must be in the safetensors format (safetensors.torch.save); pickle is never read.",

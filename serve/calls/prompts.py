@@ -59,7 +59,7 @@ def check_choices(num_prompts: int, n: int) -> None:
 
 
 def check_counted(core: EngineCore, parts: Sequence[str], *, param: str) -> None:
-    """Raise `InvalidRequest` if these parts certainly have over `MAX_CONTEXTS` times as many tokens as the context."""
+    """Raise `InvalidRequest` if these parts have certainly more tokens than `MAX_CONTEXTS` context lengths."""
     if core.tokenizer is None or core.tokenizer.text_limit is None:
         return
     most = MAX_CONTEXTS * core.plan.model.context_length

@@ -40,7 +40,7 @@ PREFILLED = "x-penstock-prefilled"  # a router's header: a prefill server comput
 MAX_LABEL_CHARS = 128
 MAX_TRACE_CHARS = 512  # longer headers are ignored; W3C requires servers to propagate at least 512 characters
 
-ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # client names of the keys of --admin-api-key and --api-key
+ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # names of the clients with these keys
 
 
 class RouteScope(StrEnum):

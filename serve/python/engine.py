@@ -234,7 +234,7 @@ class Engine:
         the logits (float32 [V]) in place, or returns new logits, and the step waits for it. `on_token(event)` is called
         with each `TokenEvent`. Raises `InvalidRequest`, whose `param` is the name of the argument.
         """
-        _ = self.core  # check before the coroutine: a script that forgets to await it would never see the error
+        _ = self.core  # raises here if the engine does not run; a coroutine that is not awaited would not raise
         if stream:
             if on_token is not None or progress:
                 raise InvalidRequest(

@@ -11,7 +11,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.quantization import GROUPED, METHODS
 from runtime.config.resolve.plan_builder import PlanBuilder
 
-BLOCK = [128, 128]  # outputs and inputs per scale of float8 weights that FlashInfer's kernels read
+BLOCK = [128, 128]  # outputs and inputs of the float8 blocks, with one scale each, of FlashInfer's kernels
 
 
 def experts_on_gpu(

@@ -3,7 +3,7 @@
 Unknown fields of the body are refused. Unknown fields of nested objects are logged, or refused with
 --refuse-unknown-fields. Accepted without effect: `user`, `safety_identifier` and `client_metadata` (this server sends
 no reports), `prompt_cache_retention` (all prefixes are cached), `max_tool_calls` (this server does not run tools),
-`text.verbosity`, and values of `include` that name data of tools that the server would run.
+`text.verbosity`, and all known values of `include` except `message.output_text.logprobs`.
 """
 
 from __future__ import annotations
