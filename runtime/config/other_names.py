@@ -1,11 +1,22 @@
-"""Options of vLLM, llama.cpp and TGI with their replacements in Penstock, for error messages."""
+"""Options of other servers, and of later versions of SGLang, with their replacements, for error messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 # Maps another server's flag to Penstock's option, or to advice.
+_ELASTIC = (
+    "leave it out: it needs the elastic process groups of Mooncake, which Penstock does not use; with --dp-size, a "
+    "replica whose process ends is started again while the others continue"
+)
 OTHER_NAMES: Mapping[str, str] = {
+    # SGLang after 0.5.2
+    "--enable-single-batch-overlap": "--enable-two-batch-overlap, which needs no kernels of DeepEP",
+    "--elastic-ep-backend": _ELASTIC,
+    "--elastic-ep-rejoin": _ELASTIC,
+    "--elastic-ep-join-mode": _ELASTIC,
+    "--max-ep-size": _ELASTIC,
+    "--mooncake-ib-device": "leave it out: pages of the KV cache are sent over TCP (--disaggregation-transfer-backend)",
     # vLLM
     "--max-model-len": "--context-length",
     "--gpu-memory-utilization": "--mem-fraction-static",
