@@ -122,7 +122,9 @@ class KernelArgs:
         plan="model.always_absorbed",
     )
     enable_flashinfer_mla: bool = planned(
-        False, "Old spelling of --attention-backend flashinfer for MLA models.", instead="drop it"
+        False,
+        "Old spelling of --attention-backend flashinfer for MLA models.",
+        instead="use --attention-backend flashinfer",
     )
     disable_chunked_prefix_cache: bool = always(
         False,
