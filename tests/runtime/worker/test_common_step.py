@@ -38,6 +38,7 @@ def leader(logits: torch.Tensor) -> CommonStepLeader:
             lengths=torch.zeros(ROWS, dtype=torch.int32),
             enqueueing=nullcontext,
             profiled=lambda batch: nullcontext(),
+            pool=SimpleNamespace(page_size=16),
             forward=forward,
         ),
     )

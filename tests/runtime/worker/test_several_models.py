@@ -75,7 +75,8 @@ def test_models_are_sized_together_under_one_limit() -> None:
     plan, both = worker(*NAMES)
     _, alone = worker(TARGET)
     for name in NAMES:
-        assert both.weight_bytes[name] == pytest.approx(parameter_bytes(name), rel=0.1)
+        # Panels of 32 outputs are padded, which is much for these small models.
+        assert parameter_bytes(name) <= both.weight_bytes[name] <= 1.2 * parameter_bytes(name)
     sizes = []
     for made in (both, alone):
         weights = made.memory()["weights"]
