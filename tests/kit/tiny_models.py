@@ -12,9 +12,13 @@ import tiny_tokenizers
 CONTEXT = 2048
 
 
-@cache
 def cached(family: str = "llama", kind: tiny_tokenizers.Kind = "byte_bpe") -> str:
     """Return a model that tests only read. It is written once per process."""
+    return _written(family, kind)
+
+
+@cache
+def _written(family: str, kind: tiny_tokenizers.Kind) -> str:
     directory = Path(_scratch().name) / f"{family}-{kind}"
     directory.mkdir()
     vocab_size = tiny_tokenizers.write(directory, kind=kind).vocab_size
