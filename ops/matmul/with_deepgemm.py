@@ -7,38 +7,18 @@ weights.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
-import torch
 from torch import Tensor
 
-from ops.matmul import with_triton
-from ops.matmul.block_scaled import has_blocks, pack_blocks
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul import block_scaled, with_triton
+from ops.matmul.block_scaled import has_blocks
 from ops.matmul.with_triton import prepare
 
 __all__ = ["linear", "logits", "prepare", "prepare_grouped", "row_group"]
 
 OUTPUTS = 64  # a weight's number of outputs must be a multiple of this
-
-
-def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the packed weight (see `ops.matmul`)."""
-    packed = pack_blocks(weight, dtype, multiple=OUTPUTS)
-    return with_triton.prepare_grouped(weight, dtype) if packed is None else packed
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias (see `ops.matmul`)."""
-    if not has_blocks(weight):
-        return with_triton.linear(x, weight, bias)
-    out = _product(x, weight)
-    return out if bias is None else out.add_(bias)
-
-
-def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T (see `ops.matmul`)."""
-    return _product(x, weight) if has_blocks(weight) else with_triton.logits(x, weight)
 
 
 def row_group(weight: Tensor) -> int | None:
@@ -52,3 +32,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     run = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
     out = run(rows, codes, weight_scale=scales, out_dtype=x.dtype)
     return out.view(*x.shape[:-1], len(codes))
+
+
+prepare_grouped = partial(block_scaled.prepare_grouped, OUTPUTS)
+linear, logits = partial(block_scaled.linear, _product), partial(block_scaled.logits, _product)

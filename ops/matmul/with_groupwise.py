@@ -6,40 +6,21 @@ products with other weights.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ops.matmul import with_triton
-from ops.matmul.block_scaled import BLOCK, has_blocks, pack_blocks
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul import block_scaled, with_triton
+from ops.matmul.block_scaled import BLOCK, has_blocks
 from ops.matmul.triton_float8 import round_rows
 from ops.matmul.with_triton import prepare
 
 __all__ = ["linear", "logits", "prepare", "prepare_grouped", "row_group"]
 
 ROWS = 4  # the number of rows is padded to a multiple of this
-
-
-def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the packed weight (see `ops.matmul`)."""
-    packed = pack_blocks(weight, dtype, multiple=BLOCK)
-    return with_triton.prepare_grouped(weight, dtype) if packed is None else packed
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias (see `ops.matmul`)."""
-    if not has_blocks(weight):
-        return with_triton.linear(x, weight, bias)
-    out = _product(x, weight)
-    return out if bias is None else out.add_(bias)
-
-
-def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T (see `ops.matmul`)."""
-    return _product(x, weight) if has_blocks(weight) else with_triton.logits(x, weight)
 
 
 def row_group(weight: Tensor) -> int | None:
@@ -58,3 +39,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     run = import_module("flashinfer.gemm").gemm_fp8_nt_groupwise
     out = run(numbers, codes, row_scales, scales, scale_major_mode="K", out_dtype=x.dtype)
     return out[:num_rows].view(*x.shape[:-1], len(codes))
+
+
+prepare_grouped = partial(block_scaled.prepare_grouped, BLOCK)
+linear, logits = partial(block_scaled.linear, _product), partial(block_scaled.logits, _product)
