@@ -308,10 +308,11 @@ def second_uniform(uniform: Tensor) -> Tensor:
 
 
 def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: int) -> tuple[Tensor, Tensor]:
-    """Of the `width` best tokens, draw one that the limits allow. Return (ids, whether the id is valid), both [R].
+    """Draw one of the `width` best tokens, except those that the limits exclude.
 
-    An id is invalid if the limits may also allow tokens outside the `width` best ones. Each limit keeps a prefix of the
-    ranking, so all limits together keep the shortest of these prefixes.
+    Return (ids, whether the id is valid), both [R]. An id is invalid if the limits may also allow tokens outside the
+    `width` best ones. Each limit keeps a prefix of the ranking, so all limits together keep the shortest of these
+    prefixes.
     """
     vocab_size = logits.shape[-1]
     width = min(width, vocab_size)

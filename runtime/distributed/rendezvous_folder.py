@@ -35,7 +35,7 @@ class RendezvousFolder:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose owners have ended, that is, whose locks nobody holds."""
+    """Remove this user's folders whose owners have ended, that is, whose locks are free."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
             if path.lstat().st_uid != os.getuid():

@@ -446,7 +446,7 @@ class DeviceThread:
         return future
 
     def new_future(self) -> asyncio.Future:
-        """Return a new future of the event loop. If nobody retrieves its exception, asyncio does not log it."""
+        """Return a new future of the event loop. Asyncio does not log an exception that is never retrieved."""
         future = self._loop.create_future()
         future.add_done_callback(retrieve)
         return future

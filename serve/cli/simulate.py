@@ -30,7 +30,7 @@ GPU_SHARE = 0.9  # fraction of a GPU's memory that weights and KV cache may use
 
 
 class Target(NamedTuple):
-    """What is simulated: the scheduler's plan, the step times of a machine, and the sizes of cache and model."""
+    """The simulated system: the scheduler's plan, the step times of a machine, the sizes of cache and model."""
 
     plan: SchedulerPlan
     costs: StepCosts

@@ -110,7 +110,7 @@ class EventStream:
             await self._error_format.response(failure)(scope, receive, send)
 
     async def _ping_until_done(self, send: Send, tasks: tuple[asyncio.Task[Any], ...]) -> None:
-        """Until a task ends, send a comment after each `ping_s` seconds of silence: proxies close silent streams."""
+        """Send a comment after each `ping_s` seconds of silence until a task ends. Proxies close silent streams."""
         wait_s = self._ping_s
         while True:
             ended, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
