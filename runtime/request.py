@@ -63,6 +63,7 @@ class Adapter(NamedTuple):
     name: str
     path: str  # folder on this machine
     pinned: bool = False  # whether it keeps its device slot and is not evicted from host memory
+    content: str = ""  # digest of its files, equal on all servers; "" if no other process may use its KV pages
 
 
 class Service(NamedTuple):

@@ -18,6 +18,7 @@ from runtime.actors.adapter_folder import AdapterFolder
 from runtime.config import buckets
 from runtime.config.plan import LoraPlan
 from runtime.errors import CheckpointError, EngineClosed, InvalidRequest, Overloaded
+from runtime.loading.digest import adapter_digest
 from runtime.metrics.series import Histogram
 from runtime.request import Adapter
 
@@ -59,8 +60,15 @@ class AdapterRegistry:
     the request finishes with the old weights. The old weights are freed when no request uses them.
     """
 
-    def __init__(self, plan: LoraPlan, alive: Callable[[], Sequence[SchedulerActor]]) -> None:
+    def __init__(
+        self, plan: LoraPlan, alive: Callable[[], Sequence[SchedulerActor]], *, shares_pages: bool = False
+    ) -> None:
+        """Create the registry of the schedulers that `alive` returns.
+
+        `shares_pages`: KV pages may go to other processes, so the files of an adapter are hashed when it is loaded.
+        """
         self._plan = plan
+        self._shares_pages = shares_pages
         self._alive = alive
         self._names: dict[str, _Entry] = {}
         self._retired: set[_Entry] = set()  # unloaded or replaced adapters, freed when no request uses them
@@ -208,6 +216,11 @@ class AdapterRegistry:
             if not await self._alone(self._bring_back(adapter)):
                 await self._freed.wait()
 
+    def current(self, adapter: Adapter) -> Adapter:
+        """Return the adapter with what is known since it was loaded, such as the digest of its files."""
+        entry = self._entry(adapter)
+        return adapter if entry is None else entry.adapter
+
     async def _fetch(self, adapter: Adapter) -> None:
         """Copy an adapter from an object store to this machine. Raises `Overloaded` if this fails."""
         entry = self._entry(adapter)
@@ -351,6 +364,8 @@ class AdapterRegistry:
             with suppress(Exception):  # the first error is more informative
                 await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their shards
             raise
+        if self._shares_pages:
+            entry.adapter = entry.adapter._replace(content=await asyncio.to_thread(_content, entry.adapter))
         entry.resident, entry.load_s = True, time.monotonic() - began_s
         self.load_s.observe(entry.load_s)
 
@@ -415,6 +430,15 @@ class AdapterRegistry:
                 await self._remove_folder(entry)
 
         return self._kept(asyncio.create_task(free()))
+
+
+def _content(adapter: Adapter) -> str:
+    """Return the digest of the adapter's files, or "" if they cannot be read any more."""
+    try:
+        return adapter_digest(Path(adapter.path))
+    except OSError as error:
+        logger.warning("Pages of the adapter %s stay in this process: %s", adapter.name, error)
+        return ""
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

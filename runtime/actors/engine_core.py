@@ -79,7 +79,8 @@ class EngineCore:
         self.media = media  # None: prompts may not contain images, videos or audio
         self.transcriber = transcriber
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
-        self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive)
+        shares_pages = plan.cache.host_tier and plan.cache.host_layout != "layer_first"
+        self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive, shares_pages=shares_pages)
         observers = [*_observers(plan.observe, self.metrics, traces), *([self.adapters] if plan.lora.enabled else [])]
         self.sessions = Sessions(facts.bos_id if tokenizer is None else tokenizer.bos_id)
         self._requests = requests = LiveRequests([*observers, self.sessions])

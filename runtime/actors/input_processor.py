@@ -399,5 +399,5 @@ def namespace_of(request: Request) -> Hashable:
     """
     if not request.row_values and request.adapter is None:
         return request.namespace
-    adapter_id = None if request.adapter is None else request.adapter.id
-    return (request.namespace, adapter_id, *sorted(request.row_values.items()))
+    adapter = None if request.adapter is None else request.adapter.content or request.adapter.id
+    return (request.namespace, adapter, *sorted(request.row_values.items()))

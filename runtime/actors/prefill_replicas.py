@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from runtime.actors.live_requests import ABORTED, LiveRequest
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import PenstockError
+from runtime.kv_cache.page_keys import is_portable
 from runtime.kv_cache.prefix_cache import reusable_tokens
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -30,8 +31,8 @@ class PrefillReplicas:
     """Computes prompts on the prefill replicas.
 
     As a request observer, it aborts the prompt of a request that ends early. The decode replica computes a prompt
-    itself in three cases: the request has an adapter, it needs prompt log-probabilities, or less than one page of the
-    prompt is missing from the cache.
+    itself in two cases: the request needs prompt log-probabilities, or less than one page of the prompt is missing from
+    the cache.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -46,7 +47,7 @@ class PrefillReplicas:
         first = live.sequences[0]
         num_missing = reusable_tokens(first) - decode.scheduler.num_cached(first)
         usable = [actor for actor in prefill if _is_attached(actor)]
-        can_send = live.request.adapter is None and num_missing >= self._page_size and _is_attached(decode)
+        can_send = is_portable(first) and num_missing >= self._page_size and _is_attached(decode)
         _set_prefilled(live, bool(usable) and can_send)
         if usable and can_send:
             idlest = min(usable, key=self._num_tokens)
@@ -103,6 +104,7 @@ def _prompt_of(live: LiveRequest) -> LiveRequest:
         ids=given.ids,
         sampling=ONE_TOKEN,
         namespace=given.namespace,
+        adapter=given.adapter,
         row_values=given.row_values,
         priority=given.priority,
         follows=True,  # takes no place in the queue, because the original request has one

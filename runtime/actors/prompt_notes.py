@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from runtime.kv_cache.page_keys import page_keys
+from runtime.kv_cache.page_keys import is_portable, page_keys
 from runtime.kv_cache.storage_tier import StorageTier
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
@@ -17,10 +17,10 @@ from runtime.sequence import Sequence
 def prompt_keys(sequence: Sequence, page_size: int) -> list[bytes]:
     """Return the keys of the full pages before the prompt's last token.
 
-    The last key identifies the prompt on all servers. Returns an empty list if there is no full page, or if the prompt
-    has an adapter, because such pages are not sent.
+    The last key identifies the prompt on all servers. Returns an empty list if there is no full page, or if only this
+    process can use the pages.
     """
-    if sequence.request.adapter is not None:
+    if not is_portable(sequence):
         return []
     return page_keys(sequence, (sequence.num_prompt - 1) // page_size, page_size)
 

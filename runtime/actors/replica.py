@@ -387,7 +387,8 @@ def _layout(plan: Plan, worker: ModelWorker) -> str:
     """Return a text that identifies the layout of stored pages. Equal texts mean compatible pages."""
     specs = sorted((str(name), repr(spec)) for name, spec in worker.cache_specs.items())
     parallel, cache = plan.parallel, plan.cache
-    return repr((cache.page_size, cache.kv_dtype, parallel.tp_size, parallel.pp_size, plan.draft.path, specs))
+    sizes = (cache.page_size, cache.kv_dtype, parallel.attention_ranks, parallel.pp_size)
+    return repr((*sizes, plan.draft.path, specs))
 
 
 def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int, flag: str) -> None:

@@ -162,7 +162,8 @@ class Storage:
                     "Storage cannot be used with custom weight loaders, whose weights are unknown."
                 )
             name = await anyio.to_thread.run_sync(self._space_name)
-            space = StoreSpace(name, 0, self._plan.parallel.ranks, 0)
+            parallel = self._plan.parallel
+            space = StoreSpace(name, 0, parallel.attention_ranks * parallel.pp_size, 0)
             self._store = await anyio.to_thread.run_sync(open_store, attachment.backend, space, dict(attachment.config))
             payload = {"backend": attachment.backend, "name": name, "config": dict(attachment.config)}
             await asyncio.shield(self._runner.call("attach_storage", payload))

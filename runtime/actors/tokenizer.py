@@ -145,6 +145,7 @@ class TokenizerActor:
                 await anyio.to_thread.run_sync(self._read_texts, live, limiter=self._reading)
             if live.request.adapter is not None and self._adapters is not None:
                 await self._adapters.ready(live.request.adapter)
+                live.request = replace(live.request, adapter=self._adapters.current(live.request.adapter))
         except PenstockError as error:
             self._admit(live, error)
         except Exception:  # an error in a library or in a model of transformers: only this request fails

@@ -25,7 +25,7 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
     if missing > 0:
         start = len(keys) * page_size
         tokens = sequence.keys[start : start + missing * page_size]
-        local = sequence.request.adapter is not None  # adapter ids are valid only in this process
+        local = not is_portable(sequence)
         parent = keys[-1] if keys else _root(sequence.namespace)
         for content in _contents(tokens, page_size, plain=sequence.media is None):
             digest = blake2b(parent + content, digest_size=KEY_BYTES).digest()
@@ -50,6 +50,14 @@ def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[byt
             yield np.array(page, np.int64).tobytes()
         else:
             yield b"".join(key.to_bytes(IMAGE_KEY_BYTES, "little") for key in page)
+
+
+def is_portable(sequence: Sequence) -> bool:
+    """Return whether other processes can use the pages of this sequence. An adapter's id is valid in this process only;
+    the digest of its files is valid everywhere.
+    """
+    adapter = sequence.request.adapter
+    return adapter is None or bool(adapter.content)
 
 
 def is_local(key: bytes) -> bool:

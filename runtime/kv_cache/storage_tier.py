@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runtime.kv_cache.host_tier import Entry, HostTier
-from runtime.kv_cache.page_keys import is_local, page_keys
+from runtime.kv_cache.page_keys import is_local, is_portable, page_keys
 from runtime.sequence import Sequence
 
 SAVED_AT_ONCE = 64  # maximum number of pages in one save
@@ -199,11 +199,7 @@ class StorageTier:
         """Request a lookup of the pages after the first `num_pages` (which the sequence has), up to token `limit`."""
         size = self._host.page_size
         end = limit // size
-        if (
-            not (self.attached and self._loads)
-            or end - num_pages < self._min_pages
-            or sequence.request.adapter is not None
-        ):
+        if not (self.attached and self._loads) or end - num_pages < self._min_pages or not is_portable(sequence):
             return
         keys = page_keys(sequence, end, size)
         first = num_pages

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config.plan import ModelPlan
+from runtime.loading.adapter_config import CONFIG
 
 BLOCK_BYTES = 2**22
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".gguf", ".npz", ".pth")
+ADAPTER_ENDINGS = (".safetensors", ".bin")
 OTHER_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json")
 
 
@@ -49,6 +51,17 @@ def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
     )
     digest.update(repr(settings).encode())
     digest.update(json.dumps(dict(plan.config_overrides), sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def adapter_digest(folder: Path) -> str:
+    """Return the digest of an adapter's weights and settings. Reads all its files, which blocks.
+
+    Raises OSError if a file cannot be read.
+    """
+    digest = blake2b(digest_size=16)
+    for file in sorted(each for each in folder.iterdir() if each.name == CONFIG or each.suffix in ADAPTER_ENDINGS):
+        digest.update(f"{file.name}:{_file_digest(file)}\n".encode())
     return digest.hexdigest()
 
 

@@ -51,6 +51,11 @@ class RankInfo:
         return self.rank % self.tp_size
 
     @property
+    def cache_rank(self) -> int:
+        """Number among the ranks that share the cache of a sequence: the ranks of all stages in one attention group."""
+        return self.stage * self.tp_size + self.tp_rank
+
+    @property
     def stage(self) -> int:
         return self.rank // self.stage_size
 

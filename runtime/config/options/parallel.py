@@ -181,7 +181,8 @@ class DisaggregationArgs:
     )
     disaggregation_bootstrap_port: int = option(
         8998,
-        "Port at which rank 0 of a prefill server offers pages; the other ranks use the ports after it. With "
+        "Port at which rank 0 of a prefill server offers pages; the other ranks use the ports after it, attention "
+        "group by attention group. With "
         "--disaggregation-prefill-replicas, the first port of the prefill replicas on 127.0.0.1.",
         low=1,
         high=65535,
@@ -202,14 +203,15 @@ class DisaggregationArgs:
     )
     disaggregation_decode_tp: int | None = always(
         None,
-        "Tensor parallelism of the decode servers. Another value than this server's --tp-size is refused.",
+        "Tensor parallelism of the decode servers. A value that gives their attention groups another number of ranks "
+        "than this server's is refused.",
         reason="a page travels between ranks of the same number",
         low=1,
     )
     disaggregation_decode_dp: int | None = always(
         None,
-        "Data parallelism of the decode servers. Another value than 1 is refused.",
-        reason="a decode server is one replica",
+        "Attention groups of the decode servers (their --dp-size with --enable-dp-attention). Default: as this server.",
+        reason="decode servers find pages by their content, in every attention group",
         low=1,
     )
     disaggregation_prefill_pp: int = always(

@@ -178,13 +178,21 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
     reason = f"{flag} {role} moves pages through host memory"
     if builder.args.hierarchy.hicache_storage_backend is not None:
         builder.refuse("hicache_storage_backend", f"--hicache-storage-backend cannot be combined with {flag}.")
-    if builder.args.parallel.dp_size > 1:
+    parallel = builder.args.parallel
+    if parallel.dp_size > 1 and not parallel.enable_dp_attention:
         builder.refuse(
             "disaggregation_mode",
-            f"{flag} {role} takes one replica; leave --dp-size out, or set --disaggregation-prefill-replicas alone.",
+            f"{flag} {role} takes one replica or attention groups (--enable-dp-attention); leave --dp-size out, or set "
+            "--disaggregation-prefill-replicas alone.",
         )
     config: dict[str, Any] = {"prefetch_threshold": 1}
+    last_port = args.disaggregation_bootstrap_port + parallel.tp_size * parallel.pp_size - 1
     if role == "prefill":
+        if last_port > 65535:
+            builder.refuse(
+                "disaggregation_bootstrap_port",
+                f"--disaggregation-bootstrap-port: the ranks need the ports up to {last_port}; set a smaller one.",
+            )
         config |= {"host": builder.args.http.host, "port": args.disaggregation_bootstrap_port}
     else:
         peers = [peer.rpartition(":") for peer in args.disaggregation_prefill or ()]
@@ -199,20 +207,23 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
 
 
 def _check_counterparts(builder: PlanBuilder) -> None:
-    """Refuse options by which the other servers have parallel sizes that differ from this server's sizes."""
+    """Refuse options by which the other servers divide the cache of a sequence otherwise than this server."""
     args, parallel = builder.args.disaggregation, builder.args.parallel
-    sizes = {
-        "disaggregation_decode_tp": (args.disaggregation_decode_tp, parallel.tp_size, "--tp-size"),
-        "disaggregation_decode_dp": (args.disaggregation_decode_dp, 1, "--dp-size"),
-        "disaggregation_prefill_pp": (args.disaggregation_prefill_pp, parallel.pp_size, "--pp-size"),
-    }
-    for option, (asked, own, flag) in sizes.items():
-        if asked is not None and asked != own and builder.args.changed(option):
-            builder.refuse(
-                option,
-                f"--{option.replace('_', '-')} {asked}: a page travels from a rank to the same rank of the other "
-                f"server, so both need the same {flag}, here {own}.",
-            )
+    same = "a page travels from a rank to the same rank of the other server, so both need the same"
+    groups = parallel.dp_size if parallel.enable_dp_attention else 1
+    own = parallel.tp_size // groups
+    tp, dp = args.disaggregation_decode_tp, args.disaggregation_decode_dp or groups
+    if tp is not None and tp != own * dp:
+        divided = f" in {dp} attention groups" if dp > 1 else ""
+        builder.refuse(
+            "disaggregation_decode_tp",
+            f"--disaggregation-decode-tp {tp}{divided}: {same} --tp-size by attention group, here {own}.",
+        )
+    if args.disaggregation_prefill_pp != parallel.pp_size and builder.args.changed("disaggregation_prefill_pp"):
+        builder.refuse(
+            "disaggregation_prefill_pp",
+            f"--disaggregation-prefill-pp {args.disaggregation_prefill_pp}: {same} --pp-size, here {parallel.pp_size}.",
+        )
 
 
 def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:

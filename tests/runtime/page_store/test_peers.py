@@ -57,7 +57,7 @@ def test_a_stranger_that_says_nothing_is_dropped_in_time(port: int, monkeypatch:
 def test_a_request_that_does_not_end_is_dropped(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(port) as half:
         half.sendall(greeting(SPACE))
-        assert half.recv(3) == b"ok\n"
+        assert half.recv(5) == b"ok 1\n"
         monkeypatch.setattr(peers, "REQUEST_S", 0.05)
         half.sendall(HEAD.pack(EXISTS, 5)[:3])
         assert half.recv(1) == b""
@@ -70,7 +70,7 @@ def test_other_pages_and_unknown_operations_end_the_connection(port: int) -> Non
     for head in (HEAD.pack(9, 0), HEAD.pack(EXISTS, peers.MAX_KEYS + 1)):
         with connected(port) as wrong:
             wrong.sendall(greeting(SPACE) + head)
-            assert wrong.recv(3) == b"ok\n"
+            assert wrong.recv(5) == b"ok 1\n"
             assert wrong.recv(1) == b""
 
 
@@ -78,7 +78,7 @@ def test_strangers_make_room_and_decode_servers_do_not(port: int, monkeypatch: p
     monkeypatch.setattr(peers, "MAX_CONNECTIONS", 3)
     with connected(port) as known:
         known.sendall(greeting(SPACE))
-        assert known.recv(3) == b"ok\n"
+        assert known.recv(5) == b"ok 1\n"
         strangers = [connected(port) for _ in range(5)]
         assert fetched(port) == b"12345678"  # the oldest strangers have left
         assert strangers[0].recv(1) == b""
@@ -88,7 +88,7 @@ def test_strangers_make_room_and_decode_servers_do_not(port: int, monkeypatch: p
         for _ in range(2):
             friends.append(connected(port))
             friends[-1].sendall(greeting(SPACE))
-            assert friends[-1].recv(3) == b"ok\n"
+            assert friends[-1].recv(5) == b"ok 1\n"
         with connected(port) as refused:
             assert refused.recv(1) == b""
         for each in (*strangers, *friends):
