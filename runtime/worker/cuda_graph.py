@@ -200,8 +200,32 @@ class CudaGraphRunner:
         if prompts is not None and prompts.is_waiting() and prompts_first:
             self._capture_prompts(prompts)
             return self.is_waiting()
-        if not self._waiting:
-            return False
+        if self._waiting:
+            self._capture_decode()
+        return self.is_waiting()
+
+    def request_all(self) -> int:
+        """Request the capture of graphs of prompts of all sizes too. Return the number of captures that remain."""
+        if self._prompts is None:
+            return self.num_waiting
+        self._prompts.request_all()
+        return self.num_waiting + self._prompts.num_waiting
+
+    def capture_requested(self) -> Iterator[None]:
+        """Capture all requested graphs, and yield after each of them. Raises the error of a failed capture.
+
+        Ranks that share layers call this method at the same time, because their captures contain collectives.
+        """
+        while self._waiting:
+            self._capture_decode()
+            yield
+        prompts = self._prompts
+        while prompts is not None and prompts.is_waiting():
+            with self._prompt_context():
+                prompts.capture_next()
+            yield
+
+    def _capture_decode(self) -> None:
         size, chooses = self._waiting.pop()
         self._num_missed = 0
         began = time.perf_counter()
@@ -223,12 +247,11 @@ class CudaGraphRunner:
         self._seconds += time.perf_counter() - began
         if not self._waiting:
             logger.info("Captured %d CUDA graphs in %.1f s of work.", len(self._graphs), self._seconds)
-        return self.is_waiting()
 
     def _capture_prompts(self, prompts: PromptGraphs) -> None:
         """Capture graphs of prompts. If this fails, steps with prompts run eagerly from then on."""
         try:
-            with self._capture_context("Capture of the CUDA graphs for a step with prompts"):
+            with self._prompt_context():
                 prompts.capture_next()
         except Exception:  # drivers and kernels raise many types of errors
             logger.exception("The graphs of prompts could not be captured. Steps with prompts run without graphs.")
@@ -450,6 +473,9 @@ class CudaGraphRunner:
             embeds_mask=filled(False, num_rows, dtype=torch.bool) if reads.media_size else None,
             states=filled(0, num_rows, reads.state_size, dtype=reads.state_dtype) if reads.state_size else None,
         )
+
+    def _prompt_context(self) -> ExitStack:
+        return self._capture_context("Capture of the CUDA graphs for a step with prompts")
 
     def _capture_context(self, title: str) -> ExitStack:
         """Return the context of a capture: without garbage collection, and profiled if configured."""

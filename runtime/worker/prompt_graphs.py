@@ -71,8 +71,12 @@ class PromptGraphs:
     layers and sizes share.
 
     Steps are padded with tokens that write to the scratch page. Eager calls do not compute padding tokens, whose
-    outputs are 0. A size is captured only after a step needed it. The same thread must call all methods, except
-    `is_waiting` and `num_missed`.
+    outputs are 0. A size is captured only after a step needed it, or after `request_all`. The same thread must call all
+    methods, except `is_waiting` and `num_missed`.
+
+    If several ranks share the layers, the graphs contain their collectives. All ranks must then replay the same graphs.
+    They do, if all of them have captured all sizes: the choice of a graph depends only on the batch, which is the same
+    on all ranks.
     """
 
     def __init__(
@@ -131,6 +135,15 @@ class PromptGraphs:
         """The captured sizes."""
         return frozenset(self._captured)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of sizes that are to be captured."""
+        return len(self._waiting)
+
+    def request_all(self) -> None:
+        """Request the capture of all sizes, the largest first."""
+        self._waiting = [size for size in self._buckets.sizes if size <= self._largest and size not in self._captured]
+
     def capture_next(self) -> bool:
         """Capture the size that a step needed last. Return whether more sizes remain."""
         if not self._waiting:
@@ -142,7 +155,7 @@ class PromptGraphs:
             self._run(size, [], lambda: None)  # compiles and loads kernels, which cannot be done during a capture
             calls: list[_Call] = []
             graphs, hidden = self._device.capture_parts(lambda divide: self._run(size, calls, divide))
-            self._captured[size] = _Captured(graphs, calls, hidden)
+            self._captured[size] = _Captured(graphs, tuple(calls), hidden)
         logger.info("Captured %d CUDA graphs for prompts of up to %d tokens.", len(graphs), size)
         return bool(self._waiting)
 

@@ -761,15 +761,16 @@ class ModelWorker:
         )
         if info.world_size == 1:
             return captured
-        num_graphs = captured.num_waiting if info.rank == 0 else None
+        num_graphs = captured.request_all()
         try:
-            with progress_bar(num_graphs, "Capturing CUDA graphs", unit="graph") as bar:
-                while captured.capture_next():
+            with progress_bar(num_graphs if info.rank == 0 else None, "Capturing CUDA graphs", unit="graph") as bar:
+                for _ in captured.capture_requested():
                     if bar is not None:
                         bar.update()
         except Exception as error:  # drivers and kernels raise many types of errors
+            option = "--disable-piecewise-cuda-graph" if captured.num_waiting == 0 else "--disable-cuda-graph"
             raise EngineFailure(
-                f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with --disable-cuda-graph."
+                f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with {option}."
             ) from error
         return captured
 

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -383,3 +384,53 @@ class ReplayingDevice(CpuDevice):
                 kept.copy_(new)
 
         return cast("Graph", SimpleNamespace(replay=replay)), result
+
+    def capture_parts(self, run: Callable[[Divide], Result]) -> tuple[Sequence[Graph], Result]:
+        parts = _Parts(run)
+        result = run(parts.count)
+        parts.kept = tree_leaves(result)
+
+        def replay(number: int) -> None:
+            self.num_replays += number == 0
+            parts.replay(number)
+
+        graphs = [SimpleNamespace(replay=partial(replay, number)) for number in range(parts.num_parts)]
+        return cast("list[Graph]", graphs), result
+
+
+class _Parts:
+    """Replays a function part by part: a thread runs it, and waits at each division for the next replay."""
+
+    def __init__(self, run: Callable[[Divide], object]) -> None:
+        self._run, self.num_parts = run, 1
+        self.kept: list[Tensor] = []
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+
+    def count(self) -> None:
+        self.num_parts += 1
+
+    def replay(self, number: int) -> None:
+        if number == 0:
+            self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+            threading.Thread(target=self._run_whole, args=(self._go, self._stopped), daemon=True).start()
+        else:
+            self._go.release()
+        if not self._stopped.acquire(timeout=60):
+            raise AssertionError("a replayed part did not end")
+        if self._error is not None:
+            raise self._error
+
+    def _run_whole(self, go: threading.Semaphore, stopped: threading.Semaphore) -> None:
+        def divide() -> None:
+            stopped.release()
+            if not go.acquire(timeout=60):
+                raise AssertionError("a part was not replayed")
+
+        try:
+            with torch.inference_mode():
+                for kept, new in zip(self.kept, tree_leaves(self._run(divide)), strict=True):
+                    kept.copy_(new)
+        except BaseException as error:
+            self._error = error
+        stopped.release()

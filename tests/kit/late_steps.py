@@ -115,7 +115,8 @@ def facts(family: str = "qwen3", **config: Any) -> ModelFacts:
 
 
 WHOLE_SHAPE = (  # families with several kinds of layers
-    *("cohere2", "exaone4", "gemma3", "gemma3_seeing", "granitemoehybrid", "lfm2", "lfm2_moe", "ministral"),
+    *("cohere2", "exaone4", "gemma3", "gemma3_seeing", "gpt_oss", "granitemoehybrid", "lfm2", "lfm2_moe"),
+    *("llama4", "llama4_seeing", "ministral"),
     *("nemotron_nas", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next"),
 )
 STATES = 24  # state slots of a pool for recurrent layers
@@ -125,12 +126,16 @@ def mix(
     x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, *, weigh_inputs: bool = False
 ) -> Tensor:
     """Compute all experts for all tokens, without reading on the host which ones are needed, as graphs require."""
-    assert not weigh_inputs
-    assert mixture.gate_up_bias is None
-    inner = gate(torch.einsum("te,xoe->txo", x, mixture.gate_up), activation)
-    outputs = torch.einsum("txf,xef->txe", inner, mixture.down)
-    shares = torch.zeros(len(x), len(mixture.down)).scatter(1, experts.long(), weights)
-    return (outputs * shares.unsqueeze(2)).sum(1).to(x.dtype)
+    gate_up, down, gate_up_bias, down_bias = mixture
+    here = experts >= 0  # other ranks compute the remaining pairs
+    shares = torch.zeros(len(x), len(down)).scatter_add(1, experts.clamp_min(0).long(), weights * here)  # [T, X]
+    used = torch.zeros(len(x), len(down)).scatter_add(1, experts.clamp_min(0).long(), here.float())
+    inputs = x.unsqueeze(1) * (shares if weigh_inputs else torch.ones_like(shares)).unsqueeze(2)  # [T, X, E]
+    inner = torch.einsum("txe,xoe->txo", inputs.to(x.dtype), gate_up)
+    inner = gate(inner if gate_up_bias is None else inner + gate_up_bias, activation)
+    outputs = torch.einsum("txf,xef->txe", inner, down)
+    outputs = outputs if down_bias is None else outputs + down_bias
+    return (outputs * (used if weigh_inputs else shares).unsqueeze(2)).sum(1).to(x.dtype)
 
 
 def kernels() -> Kernels:

@@ -47,7 +47,8 @@ class GraphArgs:
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = option(
         None,
         "Numbers of tokens for which CUDA graphs of steps with prompts are captured. Steps are padded to the next "
-        "number. A number is captured after a step needed it. Default: steps of 8 to 256 tokens, by size.",
+        "number. A number is captured after a step needed it or, with several ranks, at the start. Default: steps of 8 "
+        "to 256 tokens, by size.",
         low=1,
         high=65_536,
         plan="graphs.prompt_sizes",

@@ -99,8 +99,8 @@ def _prompt_sizes(
         reason = "--disable-piecewise-cuda-graph is set"
     elif builder.args.offload.cpu_offload_gb or builder.args.offload.offload_group_size > 0:
         reason = "copies of weights from host memory would cross from one graph to the next"
-    elif builder.args.parallel.tp_size > 1:
-        reason = "several ranks share the layers, and only their decode steps are captured"
+    elif builder.args.moe.moe_a2a_backend == "all_to_all":
+        reason = "the host must know the message sizes of --moe-a2a-backend all_to_all"
     elif set(HEADS) & set((builder.args.speculative.speculative_algorithm or "").split(",")):
         reason = "a draft head reads the inputs of layers, which graphs of prompts do not keep"
     if gpu is None or reason:
@@ -117,7 +117,8 @@ def _prompt_sizes(
         return Decision(prompt_sizes(min(largest, step_tokens)), "as asked")
     estimate, reason = _UNKNOWN_TOKENS, "the size of the model is not known"
     if facts.weight_bytes:
-        estimate = launch_bound_tokens(gpu.capability, facts.num_layers, _weights_per_token(facts))
+        weights = _weights_per_token(facts) / builder.args.parallel.tp_size
+        estimate = launch_bound_tokens(gpu.capability, facts.num_layers, weights)
         reason = "up to this number, launching a step is estimated to take longer than computing it"
     largest = min(max(estimate, prompt_sizes(1)[0]), _MAX_PROMPT_TOKENS, step_tokens)
     fitting = tuple(size for size in prompt_sizes(min(step_tokens, _MAX_PROMPT_TOKENS)) if size <= largest)

@@ -100,12 +100,8 @@ def test_only_independent_rows_are_one_wave(spans: list[tuple[int, ...]], expect
         assert wave.spans == same.spans == ()
 
 
-# Families whose experts `late_steps.mix` does not compute, because it supports neither biases nor weighted inputs.
-OTHER_EXPERTS = ("gpt_oss", "llama4", "llama4_seeing")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in tiny_checkpoints.FAMILIES if name not in OTHER_EXPERTS])
+@pytest.mark.parametrize("family", tiny_checkpoints.FAMILIES)
 def test_no_family_waits_for_the_device_in_a_graph(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The late device raises an error if a capture needs values on the host."""
     sizes = replays(monkeypatch)

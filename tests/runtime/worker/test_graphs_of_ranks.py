@@ -17,7 +17,7 @@ import late_steps
 from fake_device import ReplayingDevice
 from late_steps import PAGE_SIZE
 from runtime.batch import Batch, Sampling
-from runtime.config.plan import GraphPlan, KernelPlan, ParallelPlan
+from runtime.config.plan import ExpertPlan, GraphPlan, KernelPlan, ParallelPlan
 from runtime.distributed.group_runner import decode_batch, encode_batch
 from runtime.distributed.link import HEAD, decode
 from runtime.errors import EngineFailure
@@ -37,16 +37,26 @@ STEP_TOKENS = 70  # more than the context
 class Ranks:
     """Two ranks, each with its own device."""
 
-    def __init__(self, folder: Path, sizes: tuple[int, ...], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sizes: tuple[int, ...],
+        prompt_sizes: tuple[int, ...] = (),
+        *,
+        family: str = "qwen3",
+        ep_size: int = 1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.rendezvous = Rendezvous(host="127.0.0.1", timeout_s=timeout_s, path=str(folder / "store"))
         self.workers = [
             ModelWorker(
                 WorkerSetup(
-                    rank_info=RankInfo(rank=rank, tp_size=2),
-                    models={TARGET: ModelSetup(late_steps.facts(), late_steps.model_plan())},
+                    rank_info=RankInfo(rank=rank, tp_size=2, ep_size=ep_size),
+                    models={TARGET: ModelSetup(late_steps.facts(family), late_steps.model_plan(family))},
                     kernels=KernelPlan(),
-                    graphs=GraphPlan(sizes=sizes),
+                    graphs=GraphPlan(sizes=sizes, prompt_sizes=prompt_sizes),
                     step_tokens=STEP_TOKENS,
+                    experts=ExpertPlan(ep_size=ep_size),
                 )
             )
             for rank in range(2)
@@ -90,8 +100,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[ReplayingDevice]:
 
 
 def batches() -> list[Batch]:
-    """Yield batches: a prompt for each of three rows, then single tokens of two and of three rows."""
-    steps = [(3, 0, 5), (3, 5, 1), (2, 6, 1), (3, 7, 1)]
+    """Return batches: a prompt for each of three rows, single tokens of two and of three rows, and another prompt."""
+    steps = [(3, 0, 5), (3, 5, 1), (2, 6, 1), (3, 7, 1), (3, 8, 3)]
     return [
         Batch(
             number=number,
@@ -99,7 +109,7 @@ def batches() -> list[Batch]:
             starts=np.full(rows, start, np.int32),
             counts=np.full(rows, count, np.int32),
             sequence_indices=np.arange(rows, dtype=np.int32),
-            token_ids=np.arange(3, 3 + rows * count, dtype=np.int32) if number == 0 else np.full(rows, -1, np.int32),
+            token_ids=np.arange(3, 3 + rows * count, dtype=np.int32) if count > 1 else np.full(rows, -1, np.int32),
             page_table=np.arange(3 * 3, dtype=np.int32).reshape(3, 3)[:rows],
             sampling=Sampling(
                 positions=np.arange(1, rows + 1, dtype=np.int32) * count - 1,
@@ -112,14 +122,21 @@ def batches() -> list[Batch]:
     ]
 
 
+@pytest.mark.parametrize(
+    ("family", "ep_size"),
+    [
+        ("qwen3", 1),
+        ("deepseek_v2", 2),  # latent attention, and experts that are divided among the ranks
+    ],
+)
 def test_all_ranks_warm_up_capture_and_replay_the_same_steps(
-    tmp_path: Path, devices: list[ReplayingDevice], monkeypatch: pytest.MonkeyPatch
+    family: str, ep_size: int, tmp_path: Path, devices: list[ReplayingDevice], monkeypatch: pytest.MonkeyPatch
 ):
     found = []
-    for name, sizes in (("eager", ()), ("replayed", (2, 4))):
+    for name, sizes, prompt_sizes in (("eager", (), ()), ("replayed", (2, 4), (8, 10, 16))):
         (tmp_path / name).mkdir()
         monkeypatch.setattr(ModelWorker, "_warms_up", lambda self, device, sizes=sizes: bool(sizes))
-        ranks = Ranks(tmp_path / name, sizes)
+        ranks = Ranks(tmp_path / name, sizes, prompt_sizes, family=family, ep_size=ep_size)
         executors = ranks.start()
         assert [type(executor) for executor in executors] == [StepExecutor] * 2, executors
         graphs = executors[0].cuda_graphs
@@ -128,7 +145,7 @@ def test_all_ranks_warm_up_capture_and_replay_the_same_steps(
         for worker in ranks.workers:
             worker.close()
     assert found[1] == found[0]
-    assert [device.num_replays for device in devices] == [0, 0, 3, 3]
+    assert [device.num_replays for device in devices] == [0, 0, 5, 5]
 
 
 def test_sums_that_return_new_tensors_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -151,6 +168,23 @@ def test_sums_that_return_new_tensors_are_captured(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(Axis, "all_reduce", elsewhere)
     assert found[1] == found[0]
     assert sums
+
+
+def test_all_ranks_add_sums_of_the_same_padded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With other sizes on another rank, a collective would fail or wait forever."""
+    ranks, reduce = Ranks(tmp_path, (2, 4), (8, 10, 16)), Axis.all_reduce
+    executors, sizes = ranks.start(), ([], [])
+
+    def noted(self: Axis, x: torch.Tensor) -> torch.Tensor:
+        sizes[self.rank].append(len(x))
+        return reduce(self, x)
+
+    monkeypatch.setattr(Axis, "all_reduce", noted)
+    ranks.tokens(executors, batches())
+    assert sizes[0] == sizes[1]
+    assert list(dict.fromkeys(sizes[0])) == [16, 4, 2, 10]  # prompts of 15 and of 9 tokens, single tokens of 3 and of 2
+    for worker in ranks.workers:
+        worker.close()
 
 
 def test_a_rank_that_cannot_capture_fails_the_start_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
