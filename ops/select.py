@@ -54,7 +54,10 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("native", "with_cpp", "with_triton"),
     ),
     "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp", "with_triton")),
-    "rope": (("rotate", "angles", "norm_rotate", "rotate_store"), ("native", "with_cpp", "with_triton")),
+    "rope": (
+        ("rotate", "angles", "norm_rotate", "rotate_store", "rotate_store_latent"),
+        ("native", "with_cpp", "with_triton"),
+    ),
     "sampling": (
         ("choose", "penalize", "score"),
         ("with_cpp", *(backend.file for backend in SAMPLING.values())),
@@ -80,6 +83,7 @@ class Kernels:
     rotate: Callable[..., tuple[Tensor, Tensor]]
     norm_rotate: Callable[..., tuple[Tensor, Tensor]]
     rotate_store: Callable[..., Tensor]
+    rotate_store_latent: Callable[..., Tensor]
     gate: Callable[..., Tensor]
     gate_round: Callable[..., Tensor]
     activate: Callable[..., Tensor]
@@ -155,7 +159,7 @@ def select(
         else:
             callables.update({field: getattr(module, field) for field in fields})
     if len({backends[operation] for operation in ("kv", "norm", "rope")}) > 1:
-        callables |= compose(*(callables[field] for field in ("rms_norm", "rotate", "store")))
+        callables |= compose(*(callables[field] for field in ("rms_norm", "rotate", "store", "join")))
     callables["attend"] = _attention(backends["attention"], prefill, settings)
     backends[PREFILL] = prefill or backends["attention"]
     return Kernels(**callables, backends=backends, launcher=launcher)

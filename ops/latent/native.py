@@ -68,8 +68,10 @@ def attend_absorbed(
 
 def absorb(q_nope: Tensor, q_pe: Tensor, absorbing: Tensor) -> Tensor:
     """Return the absorbed queries [T, H, R + P]: `q_nope` times each head's weight (R), followed by `q_pe` (P)."""
-    absorbed = torch.bmm(q_nope.transpose(0, 1), absorbing).transpose(0, 1)
-    return torch.cat((absorbed, q_pe), dim=-1)
+    query = q_nope.new_empty(*q_nope.shape[:2], absorbing.shape[2] + q_pe.shape[2])
+    torch.bmm(q_nope.transpose(0, 1), absorbing, out=query[..., : absorbing.shape[2]].transpose(0, 1))
+    query[..., absorbing.shape[2] :] = q_pe
+    return query
 
 
 def expand(attended: Tensor, values: Tensor) -> Tensor:

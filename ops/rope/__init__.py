@@ -6,6 +6,7 @@ A backend file defines
     angles(table, positions [3, T], axis_of_pair int32 [R / 2]) -> float32 [T, R]
     norm_rotate(q, k, rotation) -> (q, k)
     rotate_store(q, k, v, k_pool, v_pool, metadata, rotation, *, k_scale=1.0, v_scale=1.0) -> q
+    rotate_store_latent(q_pe [T, H, P], latent [T, R], k_pe [T, P], norm, pool, metadata, rotation) -> q_pe
 
     q          [T, H, D]
     k          [T, K, D]
@@ -25,6 +26,10 @@ Qwen2-VL, arXiv 2409.12191.
 `norm_rotate` computes `ops.norm.rms_norm` of q and k, if the rotation has norms, and then `rotate`. `rotate_store` also
 stores the rotated keys and the values [T, K, D] in the cache, like `ops.kv.store`. Both operations round after the norm
 and after the rotation, as the separate operations do. They may overwrite q and k.
+
+`rotate_store_latent` computes these steps of latent attention (`ops.latent`): `rotate` of `q_pe` and `k_pe`,
+`ops.norm.rms_norm` of the latent vectors, and the cache write of latent vectors and rotated keys, which the pool
+[pages, 1, page, R + P] holds one after the other. The rotation has no norms. May overwrite `q_pe` and `k_pe`.
 """
 
 from __future__ import annotations
@@ -42,6 +47,13 @@ class HeadNorms(NamedTuple):
     k: Tensor  # [D]
     eps: float
     unit_offset: bool = False  # whether the factors are 1 + weight
+
+
+class LatentNorm(NamedTuple):
+    """The RMS norm of latent vectors."""
+
+    weight: Tensor  # [R]
+    eps: float
 
 
 class Rotation(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ops.kv.native import store
+from ops.latent.native import join
 from ops.norm.native import rms_norm
 from ops.rope.composed import compose
 
@@ -57,5 +58,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
 
 
-_composed = compose(rms_norm, rotate, store)
+_composed = compose(rms_norm, rotate, store, join)
 norm_rotate, rotate_store = _composed["norm_rotate"], _composed["rotate_store"]
+rotate_store_latent = _composed["rotate_store_latent"]

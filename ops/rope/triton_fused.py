@@ -142,7 +142,7 @@ def _norm_rotate_kernel(
     cos = tl.load(factors, mask=angles < HALF, other=0.0)[None, :]  # [1, HALF]
     sin = tl.load(factors + HALF, mask=angles < HALF, other=0.0)[None, :]
     if block < query_blocks:
-        _norm_rotate_heads(
+        norm_rotate_heads(
             q + token * q_token_stride,
             q_head_stride,
             q_weight,
@@ -172,7 +172,7 @@ def _norm_rotate_kernel(
             target = token * (KV_HEADS * DIM)
             head_stride: tl.constexpr = DIM
         first_head = (block - query_blocks) * HEADS_BLOCK
-        _norm_rotate_heads(
+        norm_rotate_heads(
             k + token * k_token_stride,
             k_head_stride,
             k_weight,
@@ -197,11 +197,11 @@ def _norm_rotate_kernel(
             heads, dims = first_head + tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
             inside = (heads < KV_HEADS) & (dims < DIM)
             values = tl.load(v + token * v_token_stride + heads * v_head_stride + dims, mask=inside, other=0.0)
-            _write(v_out + target + heads * head_stride + dims, values, inside, v_factor, LARGEST)
+            write(v_out + target + heads * head_stride + dims, values, inside, v_factor, LARGEST)
 
 
 @triton.jit
-def _norm_rotate_heads(
+def norm_rotate_heads(
     x,  # [HEADS, DIM] of one token
     head_stride,
     weight,  # [DIM], or None
@@ -246,10 +246,10 @@ def _norm_rotate_heads(
         second = _scaled(second, scale, weight + second_dims, pairs < HALF, x.dtype.element_ty, UNIT_OFFSET)
         if REST_BLOCK > 0:
             rest = _scaled(rest, scale, weight + rest_dims, rest_dims < DIM, x.dtype.element_ty, UNIT_OFFSET)
-    _write(target + first_dims, (first * cos - second * sin).to(x.dtype.element_ty), inside, factor, LARGEST)
-    _write(target + second_dims, (second * cos + first * sin).to(x.dtype.element_ty), inside, factor, LARGEST)
+    write(target + first_dims, (first * cos - second * sin).to(x.dtype.element_ty), inside, factor, LARGEST)
+    write(target + second_dims, (second * cos + first * sin).to(x.dtype.element_ty), inside, factor, LARGEST)
     if REST_BLOCK > 0:
-        _write(target + rest_dims, rest.to(x.dtype.element_ty), is_rest, factor, LARGEST)
+        write(target + rest_dims, rest.to(x.dtype.element_ty), is_rest, factor, LARGEST)
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def _scaled(x, scale, weight, mask, dtype: tl.constexpr, UNIT_OFFSET: tl.constex
 
 
 @triton.jit
-def _write(target, values, mask, factor, LARGEST: tl.constexpr):
+def write(target, values, mask, factor, LARGEST: tl.constexpr):
     """Store the values. For a float8 target, first multiply them by the factor and clamp them to +- LARGEST."""
     if LARGEST is not None:
         values = tl.clamp(values.to(tl.float32) * factor, -LARGEST, LARGEST)

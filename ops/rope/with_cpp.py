@@ -13,6 +13,7 @@ from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import address
 from ops.cpp.structures import Angles, Rotate, Step
 from ops.kv import with_cpp as kv
+from ops.latent.with_cpp import join
 from ops.norm.with_cpp import rms_norm
 from ops.rope.composed import compose
 
@@ -65,5 +66,5 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         return out
 
     # These are separate kernels. In a CPU graph, the launcher fuses the store with the rotation.
-    fused = compose(partial(rms_norm, launcher), rotate, kv.make(launcher)["store"])
+    fused = compose(partial(rms_norm, launcher), rotate, kv.make(launcher)["store"], partial(join, launcher))
     return {"angles": angles, "rotate": rotate, **fused}

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ops.rope.native import angles
 from ops.rope.triton_fused import norm_rotate, rotate_store
+from ops.rope.triton_latent import rotate_store_latent
 
-__all__ = ["angles", "norm_rotate", "rotate", "rotate_store"]  # torch computes `angles`
+__all__ = ["angles", "norm_rotate", "rotate", "rotate_store", "rotate_store_latent"]  # torch computes `angles`
 
 
 def rotate(

@@ -15,7 +15,7 @@ from ops.attention import AttentionMetadata, AttentionOptions
 from ops.attention.native import attend_mutually
 from ops.latent import LatentWeights
 from ops.machine import GIB
-from ops.rope import Rotation
+from ops.rope import LatentNorm, Rotation
 from ops.select import Kernels
 from runtime.errors import ConfigurationError
 from runtime.kv_cache.kinds import PAGED
@@ -127,6 +127,25 @@ class PagedKVCache(NamedTuple):
             self.store(kernels, k, v, batch, scales)
             return q
         return kernels.rotate_store(q, k, v, self.k, self.v, metadata, rotation, **self._fp8_scales(scales))
+
+    def rotate_store_latent(
+        self,
+        kernels: Kernels,
+        q_pe: Tensor,
+        latent: Tensor,
+        k_pe: Tensor,
+        norm: LatentNorm,
+        rotation: Rotation,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Store normalised latent vectors [T, R] and rotated keys [T, P], and return the rotated `q_pe` [T, H, P]."""
+        metadata = self._metadata(batch)
+        if metadata.repeated is not None:
+            q_pe, key_pe = kernels.norm_rotate(q_pe, k_pe.unsqueeze(1), rotation)
+            key = kernels.join(kernels.rms_norm(latent, norm.weight, norm.eps), key_pe.squeeze(1))
+            self.store(kernels, key, key, batch, {})
+            return q_pe
+        return kernels.rotate_store_latent(q_pe, latent, k_pe, norm, self.k, metadata, rotation)
 
     def attend(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.latent import LatentWeights
-from ops.rope import Rotation
+from ops.rope import LatentNorm, Rotation
 from ops.select import Kernels
 from runtime.layers.sharding import shard_range
 
@@ -79,6 +79,19 @@ class LayerCache(Protocol):
         scales: Mapping[str, float],
     ) -> Tensor:
         """Rotate queries [T, H, D] and keys [T, K, D], store keys and values, and return the rotated queries."""
+        ...
+
+    def rotate_store_latent(
+        self,
+        kernels: Kernels,
+        q_pe: Tensor,
+        latent: Tensor,
+        k_pe: Tensor,
+        norm: LatentNorm,
+        rotation: Rotation,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Store normalised latent vectors [T, R] and rotated keys [T, P], and return the rotated `q_pe` [T, H, P]."""
         ...
 
     def attend(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ops.attention import AttentionOptions
 from ops.latent import LatentWeights, min_tokens_to_expand
+from ops.rope import LatentNorm
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
 from runtime.layers.linear import Linear, from_heads
@@ -118,10 +119,9 @@ class LatentAttention(Weighted):
             x = self.query_norm(reduced)
         query = self.query(x, batch).unflatten(-1, (self.num_heads, self.qk_dim))
         q_nope, q_pe = query.split((self.nope_dim, self.rope_dim), dim=-1)
-        q_pe, k_pe = self.rope(q_pe, k_pe.unsqueeze(1), batch)
-        kernels, cache = self.kernels, batch.cache[self.index]
-        key = kernels.join(self.norm(latent), k_pe.squeeze(1))  # [T, 1, R + rope_dim]
-        cache.store(kernels, key, key, batch, {})
+        kernels, cache, rotation = self.kernels, batch.cache[self.index], self.rope.rotation(batch)
+        norm = LatentNorm(self.norm.weight, self.norm.eps)
+        q_pe = cache.rotate_store_latent(kernels, q_pe, latent, k_pe, norm, rotation, batch)
         weights = LatentWeights(self.absorbing, self.values, self.value_dim, self.expanding, self.expand_from)
         options = AttentionOptions(self.scale)
         return self.out(cache.attend_latent(kernels, q_nope, q_pe, weights, batch, options), batch)

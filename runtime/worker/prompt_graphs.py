@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.latent import LatentWeights
-from ops.rope import Rotation
+from ops.rope import LatentNorm, Rotation
 from ops.select import Kernels
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
@@ -310,6 +310,18 @@ class _PausingCache:
         scales: Mapping[str, float],
     ) -> Tensor:
         return self._cache.rotate_store(kernels, q, k, v, rotation, batch, scales)
+
+    def rotate_store_latent(
+        self,
+        kernels: Kernels,
+        q_pe: Tensor,
+        latent: Tensor,
+        k_pe: Tensor,
+        norm: LatentNorm,
+        rotation: Rotation,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        return self._cache.rotate_store_latent(kernels, q_pe, latent, k_pe, norm, rotation, batch)
 
     def attend(
         self,

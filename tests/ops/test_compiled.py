@@ -96,6 +96,25 @@ def _rotation(dim: int, rotated: int, dtype: torch.dtype, *, normed: bool = True
     return Rotation(torch.empty(4096, rotated), torch.zeros(2, dtype=torch.int64), interleaved, norms)
 
 
+def _rotate_store_latent(
+    heads: int = 128,
+    dtype: torch.dtype = BF16,
+    pool_dtype: torch.dtype | None = None,
+    *,
+    count: int = 2,
+    rank: int = 512,
+    rope_dim: int = 64,
+    interleaved: bool = True,
+) -> None:
+    from ops.rope import LatentNorm
+
+    q_pe = torch.empty(count, heads, 128 + rope_dim, dtype=dtype)[..., 128:]
+    _, latent, k_pe = torch.empty(count, 1536 + rank + rope_dim, dtype=dtype).split((1536, rank, rope_dim), dim=1)
+    pool, norm = torch.empty(64, 1, PAGE, rank + rope_dim, dtype=pool_dtype or dtype), LatentNorm(latent[0], 1e-6)
+    rotation = _rotation(rope_dim, rope_dim, dtype, normed=False, interleaved=interleaved)
+    _backend("rope").rotate_store_latent(q_pe, latent, k_pe, norm, pool, _places([1] * count), rotation)
+
+
 def _gate(activation: str, dtype: torch.dtype = BF16) -> None:
     _backend("activation").gate(torch.empty(48, 2 * 14336, dtype=dtype), activation)
 
@@ -306,6 +325,8 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "norm, rotate and store": _rotate_store,
     "rotate and store": lambda: _rotate_store(normed=False),
     "norm, rotate and store fp8 e4m3": lambda: _rotate_store(pool_dtype=torch.float8_e4m3fn),
+    "norm, rotate and store latent vectors": _rotate_store_latent,
+    "norm, rotate and store latent vectors fp8 e4m3": lambda: _rotate_store_latent(64, pool_dtype=torch.float8_e4m3fn),
     "norm and float8 rows e4m3": lambda: _norm_round(WIDTH),
     "norm and float8 blocks e4m3": lambda: _norm_round(128),
     "gate and float8 rows e4m3": lambda: _gate_round(14336),
@@ -354,6 +375,9 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "norm and rotate heads of 256 in fp32": lambda: _norm_rotate(torch.float32, dim=256, rotated=256),
     "norm, rotate and store in fp16": lambda: _rotate_store(torch.float16),
     "rotate and store fp8 e5m2": lambda: _rotate_store(pool_dtype=torch.float8_e5m2, normed=False),
+    "norm, rotate and store latent vectors in fp16": lambda: _rotate_store_latent(16, torch.float16),
+    "norm, rotate and store latent vectors in fp32": lambda: _rotate_store_latent(20, torch.float32, interleaved=False),
+    "norm, rotate and store latent vectors of 256": lambda: _rotate_store_latent(40, rank=256, rope_dim=32),
     "norm of 8192 and float8 rows in fp16 e4m3": lambda: _norm_round(8192, torch.float16, 8192),
     "norm and float8 blocks in fp32 e4m3": lambda: _norm_round(128, torch.float32),
     "gate and float8 rows in fp16 e4m3": lambda: _gate_round(14336, torch.float16),
@@ -408,6 +432,9 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
 SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
     "norm": tuple(lambda count=count: _norm(WIDTH, count=count) for count in (1, 16, 48, 7)),
     "norm, rotate and store": tuple(lambda count=count: _rotate_store(count=count) for count in (1, 16, 7)),
+    "norm, rotate and store latent vectors": tuple(
+        lambda count=count: _rotate_store_latent(count=count) for count in (1, 16, 7)
+    ),
     "decode": tuple(
         lambda rows=rows, width=width: _attend([1] * rows, width=width)
         for rows, width in ((1, 1), (16, 16), (3, 32), (5, 7))
@@ -497,6 +524,17 @@ def test_norm_rotation_and_store_take_few_registers_and_wide_loads(tmp_path: Pat
     assert found.shared_bytes <= 1024
     loads = [line for line in code if "LDG" in line]
     assert sum("128" in line for line in loads) >= 5  # halves of queries and of keys, and values
+
+
+def test_latent_vectors_and_keys_are_stored_in_one_launch_of_few_registers(tmp_path: Path) -> None:
+    for heads in (16, 20, 64, 128):  # DeepSeek-V2-Lite, GLM-4.7-Flash, Kimi-K2, DeepSeek-V3
+        with compiling_for(90) as kernels:
+            _rotate_store_latent(heads)
+        [kernel] = kernels
+        found = inspect(kernel, tmp_path)
+        assert found.spilled_bytes == 0
+        assert 10 * 128 * found.registers <= 2**16  # ten blocks per multiprocessor
+        assert found.shared_bytes <= 1024
 
 
 def test_rounding_after_norms_and_gates_takes_few_registers(tmp_path: Path) -> None:

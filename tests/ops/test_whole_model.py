@@ -35,6 +35,7 @@ def test_the_choices_are_those_of_triton() -> None:
         "add_rms_norm",
         "rotate",
         "rotate_store",
+        "rotate_store_latent",
         "gate",
         "embed",
         "as_logits",
@@ -42,7 +43,11 @@ def test_the_choices_are_those_of_triton() -> None:
         "mix",
         "add_low_rank",
     ):
-        assert getattr(chosen, operation).__module__.rpartition(".")[2] in ("with_triton", "triton_fused")
+        assert getattr(chosen, operation).__module__.rpartition(".")[2] in (
+            "with_triton",
+            "triton_fused",
+            "triton_latent",
+        )
     assert chosen.attend is not select().attend
 
 

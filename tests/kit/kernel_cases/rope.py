@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernel_comparison import TOLERANCE, agree
 from ops.attention import AttentionMetadata
-from ops.rope import HeadNorms, Rotation, native
+from ops.rope import HeadNorms, LatentNorm, Rotation, native
 
 
 class Case(NamedTuple):
@@ -80,6 +80,93 @@ FUSED_CASES = {
     ),
     "fp8 e5m2": FusedCase(normed=False, pool_dtype=torch.float8_e5m2, v_scale=2.0),
 }
+
+
+class LatentCase(NamedTuple):
+    """Latent vectors, their norm, and the rotation of the keys that heads share."""
+
+    num_heads: int = 4
+    rank: int = 16
+    rope_dim: int = 8
+    rotated: int | None = None  # dimensions; None: all of them
+    interleaved: bool = True
+    dtype: torch.dtype = torch.float32
+    page_size: int = 4
+    pool_dtype: torch.dtype | None = None  # None: the dtype of the queries
+    num_tokens: int = 3
+
+
+LATENT_CASES = {
+    "interleaved": LatentCase(),
+    "halves": LatentCase(interleaved=False),
+    "no powers of two": LatentCase(3, 20, 12, page_size=3),
+    "a part is rotated": LatentCase(rank=24, rotated=4),
+    "half precision": LatentCase(dtype=torch.float16),
+    "bfloat16": LatentCase(dtype=torch.bfloat16, interleaved=False),
+    "bfloat16 into float32": LatentCase(dtype=torch.bfloat16, pool_dtype=torch.float32),
+    "fp8 e4m3": LatentCase(dtype=torch.float16, pool_dtype=torch.float8_e4m3fn),
+    "fp8 e5m2, pages of one": LatentCase(pool_dtype=torch.float8_e5m2, page_size=1),
+    "DeepSeek-V3": LatentCase(128, 512, 64, dtype=torch.bfloat16),
+    "Kimi-K2": LatentCase(64, 512, 64),
+    "DeepSeek-V2-Lite": LatentCase(16, 512, 64, dtype=torch.float16),
+    "GLM-4.7-Flash": LatentCase(20, 512, 64, dtype=torch.bfloat16, interleaved=False),
+    "MiniCPM3": LatentCase(40, 256, 32, interleaved=False),
+}
+
+
+def latent_inputs(case: LatentCase) -> tuple[Tensor, Tensor, Tensor, LatentNorm, Tensor, AttentionMetadata, Rotation]:
+    """Return the arguments of `rotate_store_latent`. Queries and keys are slices of larger tensors."""
+    generator = torch.Generator().manual_seed(7)
+    count, rotated = case.num_tokens, case.rotated or case.rope_dim
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    query, reduced = draw(count, case.num_heads, case.rope_dim + 8), draw(count, 5 + case.rank + case.rope_dim)
+    angles = torch.rand(20, rotated // 2, generator=generator) * 6
+    table, weight = torch.cat((angles.cos(), angles.sin()), dim=-1), draw(case.rank)
+    pool_dtype = case.pool_dtype or case.dtype
+    pool = draw(NUM_PAGES, 1, case.page_size, case.rank + case.rope_dim).to(pool_dtype)
+    if pool_dtype.itemsize == 1:  # only numbers that fp8 represents exactly, as in the fp8 cases of `FUSED_CASES`
+        weight = torch.ones_like(weight)
+        reduced, query = (torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1 for x in (reduced, query))
+        quarters = torch.arange(20 * rotated // 2).view(20, -1) % 4
+        table = torch.cat([torch.tensor(values)[quarters] for values in ((1.0, 0, -1, 0), (0.0, 1, 0, -1))], dim=-1)
+    pages = np.arange(NUM_PAGES, dtype=np.int32)[::-1].reshape(2, -1).copy()
+    metadata = AttentionMetadata.build([1, 0], [count - 1, 1], pages, case.page_size)
+    rotation = Rotation(table, torch.tensor([7, 0, 19])[:count], case.interleaved, None, {})
+    _, latent, k_pe = reduced.split((5, case.rank, case.rope_dim), dim=1)
+    eps = 0.0 if pool_dtype.itemsize == 1 else EPS
+    return query[..., 8:], latent, k_pe, LatentNorm(weight, eps), pool, metadata, rotation
+
+
+def latent_outputs(backend: Any, case: LatentCase) -> list[Tensor]:
+    """Return the rotated queries and the pool (as float32)."""
+    q_pe, latent, k_pe, norm, pool, metadata, rotation = latent_inputs(case)
+    rotated = backend.rotate_store_latent(q_pe.clone(), latent, k_pe.clone(), norm, pool, metadata, rotation)
+    return [rotated, pool.float()]
+
+
+def latent_expected(case: LatentCase) -> list[Tensor]:
+    """Return the results of `latent_outputs`, computed in float64, token by token."""
+    q_pe, latent, k_pe, norm, pool, metadata, rotation = latent_inputs(case)
+    cos, sin = rotation.table[rotation.positions].double().unsqueeze(1).chunk(2, dim=-1)
+    shape = Case(rotated=2 * cos.shape[-1], interleaved=case.interleaved)
+    rotated, key_pe = (_turned(x.double(), torch.complex(cos, sin), shape) for x in (q_pe, k_pe.unsqueeze(1)))
+    wide = latent.double()
+    wide = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+    keys = torch.cat((wide, key_pe.squeeze(1)), dim=-1).to(case.dtype)
+    for token, slot in enumerate(metadata.slot_mapping.tolist()):
+        pool[slot // case.page_size, 0, slot % case.page_size] = keys[token].to(pool.dtype)
+    return [rotated, pool.float()]
+
+
+def agree_latent(backend: Any, case: LatentCase) -> None:
+    """Raise AssertionError unless the results equal the expected ones within the precision of the case's dtype."""
+    (found, pool), (wanted, wanted_pool) = latent_outputs(backend, case), latent_expected(case)
+    assert found.dtype == case.dtype
+    agree([found], [wanted])
+    agree([pool], [wanted_pool], TOLERANCE[case.dtype] / TOLERANCE[torch.float32])
 
 
 def fused_inputs(fused: FusedCase) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Rotation, AttentionMetadata]:

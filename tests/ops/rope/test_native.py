@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_cases.rope import CASES, FUSED_CASES, agree_fused, expected, outputs
+from kernel_cases.rope import CASES, FUSED_CASES, LATENT_CASES, agree_fused, agree_latent, expected, outputs
 from kernel_comparison import agree
 from ops.rope import native
 from ops.rope.native import rotate
@@ -58,6 +58,11 @@ def test_native_follows_the_formula_in_every_case(name) -> None:
 @pytest.mark.parametrize("name", FUSED_CASES)
 def test_norm_rotation_and_store_follow_the_formula(name) -> None:
     agree_fused(native, FUSED_CASES[name])
+
+
+@pytest.mark.parametrize("name", LATENT_CASES)
+def test_latent_vectors_and_keys_follow_the_formula(name) -> None:
+    agree_latent(native, LATENT_CASES[name])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

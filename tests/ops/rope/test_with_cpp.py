@@ -9,9 +9,12 @@ from cpp_kernels import DTYPES, THREADS, backend, drawn
 from kernel_cases.rope import (
     CASES,
     FUSED_CASES,
+    LATENT_CASES,
     Case,
     FusedCase,
+    LatentCase,
     agree_fused,
+    agree_latent,
     expected,
     inputs,
     outputs,
@@ -47,6 +50,13 @@ def test_norm_rotation_and_store_follow_the_formula(case: FusedCase) -> None:
     if case.case.dtype not in DTYPES:
         pytest.skip("the C++ kernels do not compute in float16")
     agree_fused(backend("rope"), case)
+
+
+@pytest.mark.parametrize("case", LATENT_CASES.values(), ids=LATENT_CASES)
+def test_latent_vectors_and_keys_follow_the_formula(case: LatentCase) -> None:
+    if case.dtype not in DTYPES:
+        pytest.skip("the C++ kernels do not compute in float16")
+    agree_latent(backend("rope"), case)
 
 
 def test_slices_of_one_tensor_are_turned_in_place_and_nothing_else() -> None:

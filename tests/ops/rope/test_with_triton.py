@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kernel_cases.rope import CASES, FUSED_CASES, FusedCase, agree_fused, outputs
+from kernel_cases.rope import CASES, FUSED_CASES, LATENT_CASES, FusedCase, agree_fused, agree_latent, outputs
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
 from ops.rope import native
@@ -28,6 +28,33 @@ def test_norm_rotation_and_store_in_one_kernel_follow_the_formula(name: str) -> 
     from ops.rope import with_triton
 
     agree_fused(with_triton, FUSED_CASES[name])
+
+
+@pytest.mark.parametrize("name", LATENT_CASES)
+def test_norm_rotation_and_store_of_latent_vectors_follow_the_formula(name: str) -> None:
+    from ops.rope import with_triton
+
+    agree_latent(with_triton, LATENT_CASES[name])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(block - 1) * HEADS_BLOCK", "0"),
+        ("(x * scale * weights)", "(x * scale)"),
+        ("axis=0) / RANK", "axis=0) / DIM"),
+        ("k + token * k_stride", "k"),
+        ("target + RANK", "target"),
+    ],
+)
+def test_a_broken_kernel_of_latent_vectors_is_noticed(old: str, new: str, tmp_path: Path) -> None:
+    broken, noticed = mutant("rope", old, new, tmp_path, "triton_latent"), 0
+    for case in (LATENT_CASES["interleaved"], LATENT_CASES["DeepSeek-V3"]):
+        try:
+            agree_latent(broken, case)
+        except AssertionError:
+            noticed += 1
+    assert noticed
 
 
 @pytest.mark.parametrize(
