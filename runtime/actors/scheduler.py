@@ -445,9 +445,9 @@ class SchedulerActor:
             deltas = self._recovery.fail_broken(deltas)
         if deltas:
             self._detokenizer.inbox.put(deltas)
-        duration_s, num_tokens = self.progress.note_applied(batch, deltas)
+        duration_s, late_s, num_tokens = self.progress.note_applied(batch, deltas)
         self.scheduler.note_step_time(self.progress.times.decode_s)
-        self.scheduler.note_step(batch, num_tokens, duration_s)
+        self.scheduler.note_step(batch, num_tokens, duration_s, late_s)
         if self._target_s is not None:
             self.scheduler.limit_mixed_steps(self.progress.times.tokens_within(self._target_s))
         if batch.stats.num_prompt_tokens:

@@ -153,6 +153,8 @@ class Progress:
         self.num_generated = 0  # output tokens of all requests
         self.gen_throughput = 0.0  # tokens per second over the last log interval
         self.last_step_s = time.monotonic()
+        # Seconds for which running sequences waited for the launch of the oldest step in flight.
+        self._late_s = 0.0
         self.queue = QueueRate()
         self.times = StepTimes()
         self.on_step: Callable[[Batch, float, int], object] | None = None  # called with (batch, seconds, new tokens)
@@ -161,6 +163,16 @@ class Progress:
         self._interval_began_s = time.monotonic()
         self._num_generated_before = 0  # value of `num_generated` at the start of the log interval
         self._num_decode_steps = 0
+
+    def note_first_launch(self, batch: Batch) -> None:
+        """Record the launch of a step while no step is in flight. Call it before `note_launch`.
+
+        The device was idle since the last step ended. If the batch has no new sequences, its sequences waited
+        meanwhile, for example for the verification of draft tokens.
+        """
+        now_s = time.monotonic()
+        self._late_s = 0.0 if batch.stats.num_new else now_s - self.last_step_s
+        self.last_step_s = now_s
 
     def note_launch(self, batch: Batch) -> None:
         """Record a launched step, and log its prompt tokens."""
@@ -179,15 +191,17 @@ class Progress:
                 load.num_waiting,
             )
 
-    def note_applied(self, batch: Batch, deltas: list[Delta]) -> tuple[float, int]:
-        """Record an applied step. Return its time in seconds and the number of output tokens that it added.
+    def note_applied(self, batch: Batch, deltas: list[Delta]) -> tuple[float, float, int]:
+        """Record an applied step. Return its time in seconds, its delay and the number of output tokens that it added.
 
-        A step begins at its launch or at the end of the previous step, whichever is later.
+        A step begins at its launch or at the end of the previous step, whichever is later. The delay is the time in
+        seconds for which running sequences waited for the launch.
         """
         num_tokens = sum([len(delta.ids) for delta in deltas])
         self.num_steps += 1
         self.num_generated += num_tokens
         before_s, self.last_step_s = self.last_step_s, time.monotonic()
+        late_s, self._late_s = self._late_s, 0.0
         self.times.note(batch, self.last_step_s - before_s)
         if not batch.stats.num_prompt_tokens:
             self._num_decode_steps += 1
@@ -195,7 +209,7 @@ class Progress:
                 self._log_decode()
         if self.on_step is not None:
             self.on_step(batch, self.last_step_s - before_s, num_tokens)
-        return self.last_step_s - before_s, num_tokens
+        return self.last_step_s - before_s, late_s, num_tokens
 
     def _log_decode(self) -> None:
         seconds = self.last_step_s - self._interval_began_s

@@ -56,7 +56,7 @@ class StepsInFlight:
     def add(self, batch: Batch, result: asyncio.Future[StepOutput]) -> None:
         """Add a step that was just launched."""
         if not self._steps:
-            self._progress.last_step_s = time.monotonic()
+            self._progress.note_first_launch(batch)
         self._steps.append((batch, result))
         self._progress.note_launch(batch)
 

@@ -175,7 +175,8 @@ class Player:
                 return self._add(*values)
             case "s":
                 if self._applied is not None:
-                    self.scheduler.note_step(self._applied, values[1], values[0] / 1e6)
+                    late_us = values[2] if len(values) > 2 else 0
+                    self.scheduler.note_step(self._applied, values[1], values[0] / 1e6, late_us / 1e6)
                     return Timed(self._applied, values[0] / 1e6)
             case "i":
                 self._measure(*values)

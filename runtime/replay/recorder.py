@@ -195,10 +195,11 @@ class RecordedScheduler(Scheduler):
         self._note("step_s", step_s)
         super().note_step_time(step_s)
 
-    def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        seconds = round(seconds, 6)
-        self._write(["s", round(seconds * 1e6), num_tokens])
-        super().note_step(batch, num_tokens, seconds)
+    def note_step(self, batch: Batch, num_tokens: int, seconds: float, late_s: float = 0.0) -> None:
+        seconds, late_s = round(seconds, 6), round(late_s, 6)
+        late_us = [round(late_s * 1e6)] if late_s else []
+        self._write(["s", round(seconds * 1e6), num_tokens, *late_us])
+        super().note_step(batch, num_tokens, seconds, late_s)
 
     def note_prompt_time(self, token_s: float | None) -> None:
         token_s = None if token_s is None else round(token_s, 7)

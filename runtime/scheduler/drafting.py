@@ -53,6 +53,7 @@ class Drafting:
         self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
         # Measures whether draft tokens make steps faster. None: they are always proposed.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
+        self._drafted_before = False  # whether the step that was applied last had draft tokens
         self._cache = cache
         self._running = running
 
@@ -77,7 +78,7 @@ class Drafting:
         of the step already propose.
         """
         proposed: dict[Sequence, list[int]] = {}
-        if self._gain is not None and not self._gain.allows(len(self._running)):
+        if not decodes or (self._gain is not None and not self._gain.allows(len(self._running))):
             return proposed
         self._catch_up.left = STEP_TOKENS
         left = self._max_step - num_drafted
@@ -132,13 +133,19 @@ class Drafting:
             sequence.drafter.note(num_proposed, num_accepted, len(sequence.ids))
 
     def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        """Record an applied step, to measure whether draft tokens make steps faster. Steps with prompts are ignored."""
-        if self._gain is not None and num_tokens and not batch.stats.num_prompt_tokens:
-            rows = len(self._running)
+        """Record an applied step, to measure whether draft tokens make steps faster. Steps with prompts are ignored.
+
+        `seconds` includes the time for which the step's launch waited for the verification of draft tokens.
+        """
+        if self._gain is None:
+            return
+        follows, self._drafted_before = self._drafted_before, batch.drafts is not None
+        if num_tokens and not batch.stats.num_prompt_tokens:
+            rows = max(len(self._running), 1)  # 0 if the step ended the only sequence
             # A step in which the draft model takes part is slower, even if it proposes no tokens.
             paused = self.by_model and batch.read_by_drafter and self._gain.allows(rows)
             drafted = batch.drafts is not None or paused
-            self._gain.note(rows, drafted=drafted, num_tokens=num_tokens, seconds=seconds)
+            self._gain.note(rows, drafted=drafted, follows=follows, num_tokens=num_tokens, seconds=seconds)
 
     def may_follow(self, sequence: Sequence) -> bool:
         """Return whether a sequence with draft tokens in flight may have another row in the next step.

@@ -101,9 +101,12 @@ class Scheduler:
         """Set the average time of a decode step in seconds, or None if it is unknown."""
         self._fast_forward.step_s = step_s
 
-    def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        """Record an applied step: its number of new tokens and its time in seconds."""
-        self._drafting.note_step(batch, num_tokens, seconds)
+    def note_step(self, batch: Batch, num_tokens: int, seconds: float, late_s: float = 0.0) -> None:
+        """Record an applied step: its number of new tokens and its time in seconds.
+
+        Before its launch, the device was idle for `late_s` seconds while sequences were running.
+        """
+        self._drafting.note_step(batch, num_tokens, seconds + late_s)
 
     def note_prompt_time(self, token_s: float | None) -> None:
         """Set the average time in seconds to compute one prompt token. None keeps the current value."""

@@ -71,7 +71,9 @@ class DraftGain:
     `TRIAL_SHARE` of it. It is never longer than `LONGEST_INTERVAL`.
 
     A load begins without draft tokens if they do not pay off at the next smaller known load, because larger steps gain
-    less from them. A step for which prompt lookup finds no match has no draft tokens, so it counts as a plain step.
+    less from them. A step for which prompt lookup finds no match has no draft tokens, so it counts as a plain step. A
+    step that follows a step with draft tokens counts as one with draft tokens, because it waits for their verification,
+    while other steps are launched before the previous step ends.
     Draft tokens are used if steps with them yield more than `min_gain` times the tokens per second of plain steps.
     """
 
@@ -94,11 +96,15 @@ class DraftGain:
             load.allows and not load.is_trial for load in self._loads.values()
         )
 
-    def note(self, num_rows: int, *, drafted: bool, num_tokens: int, seconds: float) -> None:
-        """Record a step without prompts: whether it had draft tokens, its new tokens, and its time in seconds."""
+    def note(self, num_rows: int, *, drafted: bool, num_tokens: int, seconds: float, follows: bool = False) -> None:
+        """Record a step without prompts: whether it had draft tokens, its new tokens, and its time in seconds.
+
+        `follows` says whether the step before it had draft tokens.
+        """
         load = self._load(num_rows)
-        (load.drafted if drafted else load.plain).note(num_tokens, seconds)
-        if drafted != load.allows:  # launched before the kind changed, or prompt lookup found no match
+        (load.drafted if drafted or follows else load.plain).note(num_tokens, seconds)
+        # The step was launched before the kind changed, or prompt lookup found no match, or draft tokens delayed it.
+        if drafted != load.allows or (follows and not drafted):
             return
         load.left -= 1
         if load.left > 0:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from fake_runner import Drive, make_sequence
+from runtime.actors import step_times
 from runtime.speculative.gain import LONGEST_INTERVAL, TRIAL, DraftGain
 
 
@@ -21,6 +25,40 @@ def share_with_drafts(gain: DraftGain, *, drafted_s: float, tokens: int, num_ste
 @pytest.mark.parametrize(("drafted_s", "tokens", "low", "high"), [(1.5, 2, 0.97, 1.0), (2.5, 2, 0.0, 0.03)])
 def test_the_faster_kind_of_steps_prevails(drafted_s: float, tokens: int, low: float, high: float) -> None:
     assert low <= share_with_drafts(DraftGain(), drafted_s=drafted_s, tokens=tokens) <= high
+
+
+@pytest.mark.parametrize(("late_s", "low", "high"), [(0.0, 0.97, 1.0), (0.9, 0.0, 0.03)])
+def test_a_late_step_after_drafts_is_charged_to_them(late_s: float, low: float, high: float) -> None:
+    """Steps with drafts alone would be faster: 2 tokens in 1.8 s. With the next step, 3 tokens take 2.8 s or 3.7 s."""
+    gain, follows, count = DraftGain(), False, 0
+    for _ in range(4000):
+        drafted = gain.allows(1) and not follows
+        count += drafted or (follows and gain.allows(1))
+        seconds = 1.8 if drafted else 1.0 + late_s * follows
+        gain.note(1, drafted=drafted, num_tokens=1 + drafted, seconds=seconds, follows=follows)
+        follows = drafted
+    assert low <= count / 4000 <= high
+
+
+def test_the_time_until_a_launch_is_measured_while_sequences_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(monotonic=lambda: now.s))
+    drive = Drive()
+    drive.add(make_sequence([1, 2, 3], max_new_tokens=20))
+    progress = step_times.Progress(drive.scheduler, 1000)
+    found = []
+    for wait_s in (5.0, 0.5):  # the engine is idle before the prompt, but the decode step is late
+        batch = drive.scheduler.fill()
+        assert batch is not None
+        now.s += wait_s
+        progress.note_first_launch(batch)
+        drive.runner.launch(batch)
+        now.s += 2.0
+        found.append(progress.note_applied(batch, []))
+        drive.apply()
+    now.s += 1.0
+    found.append(progress.note_applied(batch, []))  # it was launched while the step before it was in flight
+    assert found == [(2.0, 0.0, 0), (2.0, 0.5, 0), (1.0, 0.0, 0)]
 
 
 def test_loads_are_measured_separately() -> None:
