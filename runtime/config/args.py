@@ -95,7 +95,7 @@ class Args:
         from_file = config_file.read(_OPTIONS, path, refusals) if path else {}
         if refusals:
             raise ConfigurationError(*refusals)
-        given = {**from_file, **values}
+        given = _with_new_spellings({**from_file, **values})
         values = _with_speculative_config(given)
         made: dict[str, Any] = {}
         for group in fields(cls):
@@ -122,13 +122,33 @@ def _with_speculative_config(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **meant}
 
 
+def _with_new_spellings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` plus the options that old spellings set.
+
+    Raises `ConfigurationError` if such an option has another value.
+    """
+    meant: dict[str, Any] = {}
+    for name, value in values.items():
+        means = _OPTIONS[name].spec.means
+        if means is None or not value:
+            continue
+        successor = _OPTIONS[means[0]]
+        if {**values, **meant}.get(successor.name, means[1]) != means[1]:
+            raise ConfigurationError(
+                f"{_OPTIONS[name].flag} is an old spelling of {successor.flag} {means[1]}, and another value of "
+                f"{successor.flag} is given; give one of them."
+            )
+        meant[successor.name] = means[1]
+    return {**values, **meant}
+
+
 def options() -> tuple[Option, ...]:
     """Return all options, in the order of the groups."""
     return tuple(_OPTIONS)
 
 
 def not_built(args: Args) -> dict[str, str]:
-    """Return the error messages for options whose value is not supported yet, by option name."""
+    """Return the error messages for options whose value is refused or not supported yet, by option name."""
     return {
         option.name: _refusal(option, args.get(option.name))
         for option in _OPTIONS
@@ -148,19 +168,23 @@ def without_effect(args: Args) -> dict[str, str]:
 def _is_built(option: Option, value: Any) -> bool:
     if value == option.default or value in (option.spec.built or ()):
         return True
-    return option.spec.outcome is not Outcome.PLANNED and option.spec.built is None
+    return option.spec.outcome not in (Outcome.PLANNED, Outcome.REFUSED) and option.spec.built is None
 
 
 def _refusal(option: Option, value: Any) -> str:
     asked = option.flag if value is True else f"{option.flag} {shown(option, value)}"
+    if option.spec.outcome is Outcome.REFUSED:
+        return f"{asked} is refused: {option.spec.reason}{_instead(option)}."
     needs = option.spec.needs.get(value, "") if isinstance(value, str) else ""
-    return f"{asked} is not supported yet{f' (and needs {needs})' if needs else ''}{_instead(option)}."
+    if needs:
+        return f"{asked} is refused: Penstock has no code for it, and it needs {needs}{_instead(option)}."
+    return f"{asked} is not supported yet{_instead(option)}."
 
 
 def _instead(option: Option) -> str:
     if option.spec.instead:
         return f"; {option.spec.instead}"
-    if option.spec.outcome is Outcome.PLANNED:
+    if option.spec.outcome in (Outcome.PLANNED, Outcome.REFUSED):
         return "; leave it out"
     works = [shown(option, value) for value in option.spec.built or () if value is not None]
     return f"; use {' or '.join([', '.join(works[:-1]), works[-1]] if len(works) > 1 else works)}"

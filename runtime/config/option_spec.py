@@ -14,7 +14,9 @@ class Outcome(StrEnum):
     """The effect of an option."""
 
     WORKS = "works"
-    PLANNED = "planned"  # any value except the default is refused
+    PLANNED = "planned"  # not supported yet: any value except the default is refused
+    REFUSED = "refused"  # any value except the default is refused, because of what it needs; help says what to use
+    RENAMED = "renamed"  # an old spelling of a value of another option, whose outcome applies
     ALWAYS = "always"  # accepted: Penstock always behaves as if the option were set
     INERT = "inert"  # accepted for compatibility without effect; help says so and the log says so once
 
@@ -46,8 +48,9 @@ class OptionSpec:
     other_unit: bool = False  # whether the plan's field has another unit, so that the value cannot be converted back
     if_false_true: tuple[str, str] | None = None  # the option's values if the plan's field is false, and if it is true
     outcome: Outcome = Outcome.WORKS
-    instead: str = ""  # alternative to an option or value that is not supported yet
-    reason: str = ""  # reason for `always` and `inert`, as the end of a sentence
+    instead: str = ""  # alternative to an option or value that is not supported or refused, such as "use tcp"
+    reason: str = ""  # reason for `always`, `inert` and `refused`, as the end of a sentence
+    means: tuple[str, Any] | None = None  # name and value of the option that a renamed option sets
     sglang: str = ""  # SGLang's default, if it differs
 
 
@@ -64,6 +67,17 @@ def option(default: Any, help: str, **spec: Any) -> Any:
 def planned(default: Any, help: str, **spec: Any) -> Any:
     """Declare an option that is not supported yet. Any value except the default is refused."""
     return option(default, help, outcome=Outcome.PLANNED, **spec)
+
+
+def refused(default: Any, help: str, *, reason: str, **spec: Any) -> Any:
+    """Declare an option that is refused. `reason` says what it needs, such as a package or hardware."""
+    return option(default, help, outcome=Outcome.REFUSED, reason=reason, **spec)
+
+
+def renamed(name: str, value: Any) -> Any:
+    """Declare a flag that is an old spelling of a value of the option `name`. Setting it sets that option."""
+    flag = "--" + name.replace("_", "-")
+    return option(False, f"Old spelling of {flag} {value}.", outcome=Outcome.RENAMED, means=(name, value))
 
 
 def always(default: Any, help: str, *, reason: str, **spec: Any) -> Any:

@@ -134,20 +134,26 @@ def outcome_note(option: Option) -> str:
         return f" *No effect*: {spec.reason}."
     if spec.outcome is Outcome.ALWAYS:
         return f" *Always so*: {spec.reason}.{_later(option)}"
+    if spec.outcome is Outcome.REFUSED:
+        return f" *Refused*: {spec.reason}; {spec.instead or 'leave it out'}."
     if spec.outcome is Outcome.PLANNED:
         return f" *Not supported yet*{f': {spec.instead}' if spec.instead else ''}."
     return _later(option)
 
 
 def _later(option: Option) -> str:
-    """Return a note about the values of an option that are not supported yet, or ""."""
-    built, choices = option.spec.built, option.spec.choices
+    """Return a note about the values of an option that are refused or not supported yet, or ""."""
+    built, choices, needs = option.spec.built, option.spec.choices, option.spec.needs
     if built is None:
         return ""
     if not choices:
         return f" *So far only* {' or '.join(str(value) for value in built)}."
-    later = [str(choice) for choice in choices if choice not in built and choice != option.default]
-    return f" *Not supported yet*: {', '.join(later)}." if later else ""
+    without = [choice for choice in choices if choice not in built and choice != option.default]
+    later = [str(choice) for choice in without if choice not in needs]
+    refused = [f"{choice} (needs {needs[choice].partition(';')[0]})" for choice in without if choice in needs]
+    return (f" *Refused*: {', '.join(refused)}." if refused else "") + (
+        f" *Not supported yet*: {', '.join(later)}." if later else ""
+    )
 
 
 def _filled(text: str, *, indent: str, rest: str | None = None) -> str:

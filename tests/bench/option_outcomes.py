@@ -16,6 +16,7 @@ from runtime.errors import ConfigurationError
 
 WITHOUT_TRIAL = {
     Outcome.PLANNED: "not supported",
+    Outcome.REFUSED: "refused",
     Outcome.ALWAYS: "always so",
     Outcome.INERT: "no effect",
 }
@@ -143,7 +144,9 @@ def machines() -> Mapping[str, Machine]:
 
 
 def outcome(option: Option) -> str:
-    """Return "works", "no effect", "always so", "not supported", or the refused values per machine."""
+    """Return "works", "no effect", "always so", "refused", "not supported", or the refused values per machine."""
+    if option.spec.means is not None and not any(_accepted(option)):
+        return "refused"
     if option.spec.outcome in WITHOUT_TRIAL:
         return WITHOUT_TRIAL[option.spec.outcome]
     if option.name in SELF_CONTAINED:
@@ -172,7 +175,14 @@ def refusals(option: Option, value: Any, machine: Machine) -> str:
         _, builder = decide(Args.of(**keywords), machine, ANY_MODEL)
     except ConfigurationError as refused:
         return str(refused)
-    return builder.refusals.get(option.name, "")
+    return builder.refusals.get(option.spec.means[0] if option.spec.means else option.name, "")
+
+
+def _accepted(option: Option) -> Iterator[str]:
+    """Yield the machines that accept at least one value of the option other than the default."""
+    for title, machine in machines().items():
+        if not all(refusals(option, value, machine) for value in _values(option)):
+            yield title
 
 
 def _values(option: Option) -> Iterator[Any]:
@@ -206,5 +216,6 @@ def counts() -> Mapping[str, int]:
     """Return the number of options that work on at least one machine, and of each other kind."""
     totals = dict.fromkeys(("works", *WITHOUT_TRIAL.values()), 0)
     for option in options():
-        totals[WITHOUT_TRIAL.get(option.spec.outcome, "works")] += 1
+        renamed = "works" if option.spec.means is None or any(_accepted(option)) else "refused"
+        totals[WITHOUT_TRIAL.get(option.spec.outcome, renamed)] += 1
     return totals

@@ -13,7 +13,7 @@ BY_FLAG = {flag: option for option in options() for flag in option.flags}
 
 
 def test_every_argument_of_the_surface_has_an_outcome() -> None:
-    kinds = {"works", "not supported", "always so", "no effect"}
+    kinds = {"works", "not supported", "refused", "always so", "no effect"}
     for flag in FLAGS:
         found = outcome(BY_FLAG[flag])
         assert found in kinds or found.startswith(("works; not ", "works on ")), flag
@@ -26,7 +26,9 @@ def test_every_argument_of_the_surface_has_an_outcome() -> None:
         ("--page-size", "works"),
         ("--cuda-graph-bs", "works on H100 and B200; not CPU"),
         ("--nccl-port", "works"),
-        ("--enable-lmcache", "not supported"),
+        ("--enable-lmcache", "refused"),
+        ("--enable-deepep-moe", "refused"),
+        ("--enable-flashinfer-mla", "works on H100 and B200; not CPU"),
         ("--sleep-on-idle", "always so"),
         ("--return-token-ids", "no effect"),
         ("--sampling-backend", "works; not CPU: triton"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, option, planned
+from runtime.config.option_spec import Json, option, planned, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,12 @@ class HierarchyArgs:
         "(file), or a class of your own (dynamic). Default: none.",
         choices=("file", "dynamic", "mooncake", "hf3fs", "nixl"),
         built=("file", "dynamic"),
-        instead="file on a shared folder, or dynamic with a class that calls its client",
+        needs={
+            "mooncake": "the package mooncake-transfer-engine and a Mooncake master server",
+            "hf3fs": "a 3FS cluster and its client library",
+            "nixl": "the package nixl and a store that it can reach",
+        },
+        instead="use file on a shared folder, or dynamic with a class that calls its client",
         plan="cache.storage",
     )
     hicache_storage_prefetch_policy: str = option(
@@ -171,9 +176,9 @@ class HierarchyArgs:
         "tokens below which a prompt is not looked up (default 256).",
         plan="cache.storage_config",
     )
-    enable_lmcache: bool = planned(
+    enable_lmcache: bool = refused(
         False,
         "Use the LMCache package as the store of prefixes.",
-        instead="LMCache's connectors need the memory layout and the cache of SGLang or vLLM on a GPU; use "
-        "--enable-hierarchical-cache with --hicache-storage-backend file or a class of your own (dynamic)",
+        reason="it needs the lmcache package, a GPU, and the cache and memory layout of SGLang or vLLM",
+        instead="use --enable-hierarchical-cache with --hicache-storage-backend file or a class of your own (dynamic)",
     )

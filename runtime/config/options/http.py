@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import inert, option, planned
+from runtime.config.option_spec import inert, option, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,13 @@ class HttpArgs:
         sglang="sglang_storage",
         plan="serve.file_storage",
     )
-    tool_server: str | None = planned(None, "Tool servers for /v1/responses: `demo`, or addresses separated by commas.")
+    tool_server: str | None = refused(
+        None,
+        "Tool servers for /v1/responses: `demo`, or addresses separated by commas.",
+        reason="it needs the gpt-oss package, whose tools search the web and run code, or MCP servers; Penstock runs "
+        "no tools",
+        instead="define the tools in the request, and run them in the client",
+    )
     return_token_ids: bool = inert(
         False,
         "Return the token ids of the output from /generate.",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ops.backends import ATTENTION, BLOCK_PRODUCTS, FLASHINFER_COMPILED
-from runtime.config.option_spec import always, inert, option, planned
+from runtime.config.option_spec import always, inert, option, refused, renamed
 
 _LATENT = "a model with multi-head latent attention (which other backends also support) and"
 _NOT_BUILT = {
@@ -41,10 +41,11 @@ _NO_PRODUCTS = {
     "cutlass": "the sgl-kernel package; use flashinfer_deepgemm on Hopper and flashinfer_cutlass on Blackwell",
     "aiter": "an AMD GPU",
 }
-_NO_DOUBLE_SPARSITY = (
-    "double sparsity changes answers and needs channels calibrated for each model, and SGLang removed it (pull request "
-    "23009); to read less of long caches, use --kv-cache-dtype fp8_e5m2"
-)
+_NO_DOUBLE_SPARSITY = {
+    "reason": "double sparsity changes answers and needs channels calibrated for each model, and SGLang removed it "
+    "(pull request 23009)",
+    "instead": "to read less of long caches, use --kv-cache-dtype fp8_e5m2",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,39 +122,33 @@ class KernelArgs:
         "uses absorbed attention.",
         plan="model.always_absorbed",
     )
-    enable_flashinfer_mla: bool = planned(
-        False,
-        "Old spelling of --attention-backend flashinfer for MLA models.",
-        instead="use --attention-backend flashinfer",
-    )
+    enable_flashinfer_mla: bool = renamed("attention_backend", "flashinfer")
     disable_chunked_prefix_cache: bool = always(
         False,
         "For MLA models: read a cached prefix as a whole instead of chunk by chunk.",
         reason="one attention call reads the whole prefix, as latent vectors or expanded on the fly",
         sglang="off: a long cached prefix is read chunk by chunk",
     )
-    enable_double_sparsity: bool = planned(
+    enable_double_sparsity: bool = refused(
         False,
         "Attend in long sequences only to the tokens that a few channels mark as important.",
-        instead=_NO_DOUBLE_SPARSITY,
+        **_NO_DOUBLE_SPARSITY,
     )
-    ds_channel_config_path: str | None = planned(
+    ds_channel_config_path: str | None = refused(
         None,
         "JSON file that lists the important channels of each head for double sparsity.",
-        instead=_NO_DOUBLE_SPARSITY,
+        **_NO_DOUBLE_SPARSITY,
     )
-    ds_heavy_channel_num: int = planned(
-        32, "Channels per head that double sparsity compares.", low=1, instead=_NO_DOUBLE_SPARSITY
+    ds_heavy_channel_num: int = refused(
+        32, "Channels per head that double sparsity compares.", low=1, **_NO_DOUBLE_SPARSITY
     )
-    ds_heavy_token_num: int = planned(
-        256, "Tokens that double sparsity attends to.", low=1, instead=_NO_DOUBLE_SPARSITY
-    )
-    ds_heavy_channel_type: str = planned(
+    ds_heavy_token_num: int = refused(256, "Tokens that double sparsity attends to.", low=1, **_NO_DOUBLE_SPARSITY)
+    ds_heavy_channel_type: str = refused(
         "qk",
         "Whether statistics of queries (q), keys (k) or both select the channels of double sparsity.",
         choices=("q", "k", "qk"),
-        instead=_NO_DOUBLE_SPARSITY,
+        **_NO_DOUBLE_SPARSITY,
     )
-    ds_sparse_decode_threshold: int = planned(
-        4096, "Sequence length in tokens from which double sparsity is used.", low=1, instead=_NO_DOUBLE_SPARSITY
+    ds_sparse_decode_threshold: int = refused(
+        4096, "Sequence length in tokens from which double sparsity is used.", low=1, **_NO_DOUBLE_SPARSITY
     )

@@ -74,6 +74,7 @@ class LoraArgs:
         "Kernels for adapters. Default: those of the other small operations. triton and csgmv are one kernel here.",
         choices=("triton", "csgmv", "torch_native", "cpp", "flashinfer", "ascend"),
         built=(None, "triton", "csgmv", "torch_native", "cpp"),
+        needs={"flashinfer": "the flashinfer package and an NVIDIA GPU", "ascend": "an Ascend accelerator"},
         sglang="triton",
     )
     max_lora_chunk_size: int | None = inert(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ops.backends import EXPERTS
-from runtime.config.option_spec import always, option, planned
+from runtime.config.option_spec import always, option, planned, refused, renamed
 
 _FLASHINFER = "the flashinfer package and an NVIDIA GPU for which it has these kernels"
 _DEEPEP = "the deep_ep package and several GPUs with NVSHMEM"
-_RUNNER = f"it needs {_FLASHINFER}; use --moe-runner-backend auto"
 _MOE_RUNNER_BACKENDS = (
     "auto", "triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_mxfp4",
     "flashinfer_cutedsl",
@@ -58,22 +57,25 @@ class MoeArgs:
         choices=("default", "bf16"),
         needs={"bf16": _FLASHINFER},
     )
-    enable_flashinfer_allreduce_fusion: bool = planned(
+    enable_flashinfer_allreduce_fusion: bool = refused(
         False,
         "Sum over devices, add the residual and normalise in one FlashInfer kernel.",
-        instead="use --enable-symm-mem: FlashInfer's kernel needs one process group of torch for all ranks, and "
-        "Penstock has a group for each axis",
+        reason=f"it needs {_FLASHINFER}, and one process group of torch for all ranks, whereas Penstock has a group "
+        "for each axis",
+        instead="use --enable-symm-mem",
     )
-    deepep_mode: str = planned(
+    deepep_mode: str = refused(
         "auto",
         "Kernels of the DeepEP library: normal for prompts, low_latency for output tokens, auto for both.",
         choices=("normal", "low_latency", "auto"),
-        needs=dict.fromkeys(("normal", "low_latency"), _DEEPEP),
+        reason=f"it needs {_DEEPEP}",
+        instead="use --moe-a2a-backend all_to_all, which chooses by the size of a step",
     )
-    deepep_config: str | None = planned(
+    deepep_config: str | None = refused(
         None,
         "JSON object or file with tuning values for the DeepEP library.",
-        instead=f"it needs {_DEEPEP}; leave it out",
+        reason=f"it needs {_DEEPEP}",
+        instead="use --moe-a2a-backend all_to_all, which needs no tuning values",
     )
     ep_num_redundant_experts: int = option(
         0,
@@ -162,27 +164,9 @@ class MoeArgs:
     enable_ep_moe: bool = option(
         False, "Old spelling of an --ep-size equal to --tp-size.", plan="experts.ep_size", other_unit=True
     )
-    enable_deepep_moe: bool = planned(
-        False,
-        "Old spelling of --moe-a2a-backend deepep.",
-        instead=f"it needs {_DEEPEP}; use --moe-a2a-backend all_to_all",
-    )
-    enable_flashinfer_cutlass_moe: bool = planned(
-        False,
-        "Old spelling of --moe-runner-backend flashinfer_cutlass.",
-        instead="use --moe-runner-backend flashinfer_cutlass",
-    )
-    enable_flashinfer_cutedsl_moe: bool = planned(
-        False, "Old spelling of --moe-runner-backend flashinfer_cutedsl.", instead=_RUNNER
-    )
-    enable_flashinfer_trtllm_moe: bool = planned(
-        False, "Old spelling of --moe-runner-backend flashinfer_trtllm.", instead=_RUNNER
-    )
-    enable_triton_kernel_moe: bool = planned(
-        False,
-        "Old spelling of --moe-runner-backend triton_kernel.",
-        instead="it needs the triton_kernels package and an NVIDIA GPU; use --moe-runner-backend triton",
-    )
-    enable_flashinfer_mxfp4_moe: bool = planned(
-        False, "Old spelling of --moe-runner-backend flashinfer_mxfp4.", instead=_RUNNER
-    )
+    enable_deepep_moe: bool = renamed("moe_a2a_backend", "deepep")
+    enable_flashinfer_cutlass_moe: bool = renamed("moe_runner_backend", "flashinfer_cutlass")
+    enable_flashinfer_cutedsl_moe: bool = renamed("moe_runner_backend", "flashinfer_cutedsl")
+    enable_flashinfer_trtllm_moe: bool = renamed("moe_runner_backend", "flashinfer_trtllm")
+    enable_triton_kernel_moe: bool = renamed("moe_runner_backend", "triton_kernel")
+    enable_flashinfer_mxfp4_moe: bool = renamed("moe_runner_backend", "flashinfer_mxfp4")

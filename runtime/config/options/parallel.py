@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import always, inert, option, planned
+from runtime.config.option_spec import always, inert, option, planned, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +133,11 @@ class ParallelArgs:
         "read each other's memory, and a model in bfloat16 or float32; a test sum at the start checks this.",
         plan="parallel.symmetric_memory",
     )
-    enable_mscclpp: bool = planned(
+    enable_mscclpp: bool = refused(
         False,
         "Use MSCCL++ for all-reduce of small tensors.",
-        instead="use --enable-symm-mem, which sums small tensors without the package mscclpp",
+        reason="it needs the mscclpp package and NVIDIA GPUs",
+        instead="use --enable-symm-mem, which sums small tensors without a package",
     )
     enable_p2p_check: bool = inert(
         False,
@@ -144,7 +145,12 @@ class ParallelArgs:
         reason="--enable-symm-mem and NCCL make their own tests at the start",
     )
     numa_node: tuple[int, ...] | None = planned(None, "NUMA nodes to which the worker processes are bound.", low=0)
-    enable_pdmux: bool = planned(False, "Run prefill and decode at the same time on separate parts of a GPU.")
+    enable_pdmux: bool = refused(
+        False,
+        "Run prefill and decode at the same time on separate parts of a GPU.",
+        reason="it needs an NVIDIA GPU and streams that use only some of its processors (CUDA's green contexts)",
+        instead="use --disaggregation-prefill-replicas with several GPUs, or a smaller --chunked-prefill-size",
+    )
     sm_group_num: int = inert(
         3,
         "Number of parts of the GPU for --enable-pdmux.",
@@ -220,10 +226,11 @@ class DisaggregationArgs:
         reason="a page travels between ranks of the same number",
         low=1,
     )
-    disaggregation_ib_device: str | None = planned(
+    disaggregation_ib_device: str | None = refused(
         None,
         "InfiniBand devices that transfer the KV cache, separated by commas.",
-        instead="leave it out: it needs mooncake or nixl with an RDMA network card, and pages travel over TCP",
+        reason="it needs the package mooncake-transfer-engine or nixl and an RDMA network card",
+        instead="leave it out: pages travel over TCP; with IP over InfiniBand, give the addresses of that network",
     )
     disaggregation_decode_polling_interval: int = inert(
         1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ops.backends import SAMPLING
-from runtime.config.option_spec import Json, option, planned
+from runtime.config.option_spec import Json, option, planned, refused
 
 CHAINS = tuple(f"NGRAM,{method}" for method in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"))
 
@@ -70,10 +70,11 @@ class SamplingArgs:
         choices=("fsdp",),
         plan="model.deterministic",
     )
-    enable_custom_logit_processor: bool = planned(
+    enable_custom_logit_processor: bool = refused(
         False,
         "Accept Python code in requests that changes the logits.",
-        instead="--logits-processors names functions of this machine; executing code from requests is not safe",
+        reason="code from requests would run with all rights of the server",
+        instead="use --logits-processors, which names functions of this machine",
     )
     logits_processors: tuple[str, ...] | None = option(
         None,

@@ -276,8 +276,8 @@ def _device(builder: PlanBuilder, machine: Machine) -> Decision[str]:
     known = re.fullmatch(r"cpu|cuda(?::(\d+))?", asked)
     if known is None:
         kind = asked.partition(":")[0]
-        needs = f" (and needs {_OTHER_DEVICES[kind]})" if kind in _OTHER_DEVICES else ""
-        builder.refuse("device", f"--device {asked} is not supported yet{needs}; use cpu, cuda or cuda:N.")
+        needs = f"Penstock has no code for it, and it needs {_OTHER_DEVICES[kind]}" if kind in _OTHER_DEVICES else ""
+        builder.refuse("device", f"--device {asked} is refused: {needs or 'no such device'}; use cpu, cuda or cuda:N.")
         return REFUSED
     if asked != "cpu":
         reason = _no_cuda(machine) or _no_such_gpu(machine, int(known[1] or 0))

@@ -45,7 +45,7 @@ def test_command_line_and_keywords_say_the_same(option: Option) -> None:
     value = other_value(option)
     parsed = Args.parse(words(option, value))
     assert parsed.get(option.name) == value
-    assert parsed.explicitly_set == {option.name}
+    assert parsed.explicitly_set == {option.name} | {name for name, _ in [option.spec.means or (option.name, None)]}
     assert Args.of(**parsed.keywords()) == parsed == Args.of(**{option.name: value})
 
 
@@ -64,8 +64,8 @@ def test_nothing_is_built_that_was_not_asked_for() -> None:
     assert without_effect(Args.of()) == {}
 
 
-@each_option(lambda option: option.spec.outcome is Outcome.PLANNED)
-def test_planned_option_is_refused_by_its_name(option: Option) -> None:
+@each_option(lambda option: option.spec.outcome in (Outcome.PLANNED, Outcome.REFUSED))
+def test_option_that_never_works_is_refused_by_its_name(option: Option) -> None:
     value = other_value(option)
     refusals = not_built(Args.of(**{option.name: value}))
     if value in (option.spec.built or ()):
@@ -73,7 +73,23 @@ def test_planned_option_is_refused_by_its_name(option: Option) -> None:
     else:
         assert refusals.keys() == {option.name}
         assert refusals[option.name].startswith(option.flag)
-        assert "not supported yet" in refusals[option.name]
+        is_planned = option.spec.outcome is Outcome.PLANNED and not option.spec.needs
+        words = "is not supported yet" if is_planned else f"is refused: {option.spec.reason}"
+        assert words in refusals[option.name]
+
+
+@each_option(lambda option: option.spec.outcome is Outcome.RENAMED)
+def test_an_old_spelling_is_its_successor(option: Option) -> None:
+    assert option.spec.means is not None
+    name, value = option.spec.means
+    old, new = Args.of(**{option.name: True}), Args.of(**{name: value})
+    assert old.get(name) == value
+    assert not_built(old) == not_built(new)
+    assert Args.of(**{option.name: False}).get(name) == Args.of().get(name)
+    assert Args.of(**{option.name: True, name: value}) == old
+    other = next(each for each in next(o for o in options() if o.name == name).spec.choices if each != value)
+    with pytest.raises(ConfigurationError, match=f"{option.flag} is an old spelling of .*; give one of them"):
+        Args.of(**{option.name: True, name: other})
 
 
 @each_option(lambda option: option.spec.built is not None and option.spec.outcome is Outcome.WORKS)

@@ -310,7 +310,9 @@ def test_options_that_make_results_depend_on_other_requests(options: dict[str, A
 def test_check_refuses_what_needs_no_model() -> None:
     assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
     assert check(Args.of(), CPU, demo_path="/demo") == "/demo"
-    with pytest.raises(ConfigurationError, match=r"--enable-mscclpp is not supported yet(.|\n)*no NVIDIA GPU"):
+    with pytest.raises(
+        ConfigurationError, match=r"--enable-mscclpp is refused: it needs the mscclpp package(.|\n)*no NVIDIA GPU"
+    ):
         check(Args.of(model_path="m", enable_mscclpp=True, device="cuda"), CPU)
 
 
@@ -565,7 +567,7 @@ def test_settings_of_vllm_and_an_option_that_they_set_exclude_each_other() -> No
         ("h200", {"cpu_offload_gb": 2, "enable_lora": True}, "--enable-lora cannot be combined with --cpu-offload-gb"),
         ("h200", {"offload_prefetch_step": 2}, "--offload-prefetch-step needs --offload-group-size or"),
         ("h200", {"offload_mode": "meta"}, "--offload-mode meta is not supported yet; use cpu"),
-        ("h200", {"enable_double_sparsity": True}, "--enable-double-sparsity is not supported yet; double sparsity"),
+        ("h200", {"enable_double_sparsity": True}, "--enable-double-sparsity is refused: double sparsity"),
     ],
 )
 def test_layers_in_host_memory_are_refused_where_they_save_nothing(

@@ -96,7 +96,7 @@ def test_a_gpu_that_is_not_used_does_not_count() -> None:
 @pytest.mark.parametrize("name", ["flashmla", "cutlass_mla", "aiter"])
 def test_what_is_not_built_is_refused_with_what_it_needs(name: str) -> None:
     _, _, refusals = decided(H200, attention_backend=name)
-    assert "not supported yet (and needs" in refusals["attention_backend"]
+    assert f"{name} is refused: Penstock has no code for it, and it needs" in refusals["attention_backend"]
     assert name == "aiter" or "latent attention (which other backends" in refusals["attention_backend"]
 
 
