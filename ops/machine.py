@@ -29,6 +29,8 @@ PACKAGES = (
 
 PREBUILT = Path(__file__).parent / "cpp" / "prebuilt"  # compiled C++ kernels (`ops.cpp.prebuilt`)
 
+NUMA_NODES = "/sys/devices/system/node"
+
 # Attributes of the CUDA driver's cuDeviceGetAttribute.
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
@@ -52,6 +54,7 @@ class Machine:
     cpu_flags: frozenset[str] = frozenset()  # for example "avx512f", "amx_bf16"
     total_bytes: int = 0  # main memory, or the container's memory limit if that is smaller
     available_bytes: int = 0  # main memory that is available now
+    numa_nodes: frozenset[int] = frozenset()  # NUMA nodes; empty if unknown, as on systems other than Linux
     gpus: tuple[Gpu, ...] = ()
     torch_cuda: str | None = None  # the CUDA version that the installed torch is built for
     packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, for `PACKAGES`
@@ -75,6 +78,7 @@ class Machine:
             cpu_flags=_cpu_flags(),
             total_bytes=total_bytes,
             available_bytes=available_bytes,
+            numa_nodes=_numbers_in(_read(f"{NUMA_NODES}/online")),
             gpus=_gpus(),
             torch_cuda=_torch_cuda(),
             packages=_packages(),
@@ -94,6 +98,7 @@ class Machine:
             cpu_flags=SERVER_CPU_FLAGS,
             total_bytes=128 * GIB,
             available_bytes=120 * GIB,
+            numa_nodes=frozenset((0, 1)),
             gpus=(KNOWN_GPUS[name],) if name != "cpu" else (),
             torch_cuda="13.0" if name != "cpu" else None,
             cuda_compiler="/usr/local/cuda/bin/nvcc" if name != "cpu" else None,
@@ -131,6 +136,17 @@ def _num_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def node_cpus(node: int) -> frozenset[int]:
+    """Return the CPUs of a NUMA node. The set is empty if there is no such node."""
+    return _numbers_in(_read(f"{NUMA_NODES}/node{node}/cpulist"))
+
+
+def _numbers_in(text: str) -> frozenset[int]:
+    """Return the numbers of a list such as "0-3,8", as Linux writes lists of CPUs and nodes."""
+    ends = [[int(end) for end in part.split("-")] for part in text.strip().split(",") if part]
+    return frozenset(number for part in ends for number in range(part[0], part[-1] + 1))
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -68,6 +68,11 @@ class ModelFacts:
         """Number of expert groups of a DeepSeek model's router; 1 if the experts have no groups."""
         return self._number_of_text(("n_group",)) or 1
 
+    @property
+    def attention_chunk(self) -> int:
+        """Tokens in a chunk of chunked attention layers (Llama 4); 0 if the model has none."""
+        return self._number_of_text(("attention_chunk_size",))
+
     def _number_of_text(self, names: tuple[str, ...]) -> int:
         """Return the first value under these names that is a positive integer, or 0 if there is none.
 

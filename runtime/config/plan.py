@@ -282,6 +282,7 @@ class ParallelPlan(Section):
     symmetric_memory: bool = False  # whether ranks add small tensors through symmetric memory
     balance: str = "round_robin"  # load-balancing method among the replicas
     gpu_step: int = 1  # distance between the indices of used GPUs
+    numa_nodes: tuple[int, ...] | None = None  # NUMA node of each rank on this machine; None: ranks are not bound
     nnodes: int = 1  # number of machines
     node_rank: int = 0  # index of this machine
     master_address: tuple[str, int] | None = None  # host and port of the first machine

@@ -28,6 +28,7 @@ from ops.machine import Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ParallelPlan, Plan
 from runtime.distributed.link import Frame, Link, LinkClosed, encode
+from runtime.distributed.numa import rank_environment
 from runtime.distributed.rendezvous import (
     TOKEN_VARIABLE,
     MasterListener,
@@ -77,7 +78,8 @@ class WorkerGroup:
             ours, theirs = socket.socketpair()
             worker = WorkerProcess(rank, ours)
             self.workers.append(worker)
-            await loop.run_in_executor(self._starter, worker.start, theirs, environment)
+            mine = rank_environment(parallel.numa_nodes, rank - parallel.ranks_here.start, environment)
+            await loop.run_in_executor(self._starter, worker.start, theirs, mine)
         if parallel.master_address is None:
             return
         listener = MasterListener(parallel.master_address, _cluster_token(parallel.master_address), fingerprint(facts))
@@ -286,7 +288,8 @@ def thread_environment(plan: Plan) -> dict[str, str]:
     several = plan.model.device == "cpu" and parallel.ranks * parallel.copies > 1
     if not several or "OMP_NUM_THREADS" in os.environ:
         return {}
-    num_here = len(parallel.ranks_here) * parallel.copies
+    nodes = parallel.numa_nodes
+    num_here = len(parallel.ranks_here) * parallel.copies if nodes is None else nodes.count(nodes[0])
     return {"OMP_NUM_THREADS": str(max(1, Machine.probe().num_cpus // num_here))}
 
 
@@ -305,7 +308,8 @@ def run_node(plan: Plan, facts: ModelFacts) -> int:
         for rank in parallel.ranks_here:
             with join_master(parallel.master_address, token, rank, model, parallel.join_timeout_s) as end:
                 end.set_inheritable(True)
-                processes.append(start_process(end, environment, facts.path))
+                mine = rank_environment(parallel.numa_nodes, rank - parallel.ranks_here.start, environment)
+                processes.append(start_process(end, mine, facts.path))
         logger.info("Ranks %s run on this machine.", ", ".join(map(str, parallel.ranks_here)))
         while all(process.poll() is None for process in processes):
             time.sleep(POLL_S)

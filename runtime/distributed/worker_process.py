@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.distributed.group_runner import decode_batch, decode_share
 from runtime.distributed.link import Frame, LinkClosed, WorkerLink, encode
+from runtime.distributed.numa import bind_worker
 from runtime.distributed.verb_call import REFUSALS, decode_payload, encode_answer, encode_refusal
 from runtime.mesh.rendezvous import Rendezvous
 
@@ -38,6 +39,7 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C, and then ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undoes the parent's handler, which is inherited
     _die_with_parent(parent)
+    bind_worker()
     end = socket.socket(fileno=link_fd)
     end.setblocking(True)
     link = WorkerLink(end)

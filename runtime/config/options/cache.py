@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, option, planned, refused
+from runtime.config.option_spec import Json, option, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +60,16 @@ class CacheArgs:
         plan="cache.prefix_cache",
         invert=True,
     )
-    hybrid_kvcache_ratio: float | None = planned(
+    hybrid_kvcache_ratio: float | None = option(
         None,
-        "For Llama 4: how far the cache follows the chunked attention layers, from 0 (all layers alike) to "
-        "1. The bare flag means 0.5.",
+        "For models with chunked attention (Llama 4): size of the chunked layers' pool, from 0 (as large as that of "
+        "the full layers) to 1 (the share that a chunk is of the context length). The bare flag means 0.5. Default: "
+        "--swa-full-tokens-ratio applies.",
         const=0.5,
         low=0,
         high=1,
+        plan="cache.window_ratio",
+        other_unit=True,
     )
     swa_full_tokens_ratio: float = option(
         0.8,

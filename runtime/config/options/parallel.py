@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import always, inert, option, planned, refused
+from runtime.config.option_spec import always, inert, option, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,13 @@ class ParallelArgs:
         "Test whether GPUs can access each other's memory, instead of assuming it.",
         reason="--enable-symm-mem and NCCL make their own tests at the start",
     )
-    numa_node: tuple[int, ...] | None = planned(None, "NUMA nodes to which the worker processes are bound.", low=0)
+    numa_node: tuple[int, ...] | None = option(
+        None,
+        "NUMA node of each rank on this machine: the rank's process runs on the node's CPUs only, and takes memory "
+        "from the node first. Rank 0 is the server's process. Default: ranks are not bound.",
+        low=0,
+        plan="parallel.numa_nodes",
+    )
     enable_pdmux: bool = refused(
         False,
         "Run prefill and decode at the same time on separate parts of a GPU.",

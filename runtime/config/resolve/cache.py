@@ -39,7 +39,7 @@ def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: s
         kv_dtype=_kv_dtype(builder, gpu, dtype),
         mem_fraction=_mem_fraction(builder, gpu),
         of_free_memory=Decision(of_free_memory, "on a CPU without --mem-fraction-static"),
-        window_ratio=_window_ratio(builder),
+        window_ratio=_window_ratio(builder, facts),
         host_tier=_host_tier(builder, facts),
         host_layout=_host_layout(builder),
         **_disaggregation(builder),
@@ -258,12 +258,23 @@ def _page_size(builder: PlanBuilder) -> Decision[int]:
     return builder.follow_or("page_size", PAGE_SIZE, reason)
 
 
-def _window_ratio(builder: PlanBuilder) -> Decision[float | None]:
+def _window_ratio(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | None]:
     args = builder.args.cache
+    share, flag = args.hybrid_kvcache_ratio, "--hybrid-kvcache-ratio"
+    if share is not None and facts.path and not facts.attention_chunk:
+        text = "this model has no layers with chunked attention; for sliding windows, use --swa-full-tokens-ratio"
+        builder.refuse("hybrid_kvcache_ratio", f"{flag}: {text}.")
+    elif share is not None and (args.disable_hybrid_swa_memory or builder.args.changed("swa_full_tokens_ratio")):
+        other = "--disable-hybrid-swa-memory" if args.disable_hybrid_swa_memory else "--swa-full-tokens-ratio"
+        builder.refuse("hybrid_kvcache_ratio", f"{flag} and {other} set the same pool; give one of them.")
     if builder.args.hierarchy.enable_hierarchical_cache or _role_flag(builder) is not None:
         return Decision(None, "with --enable-hierarchical-cache, so that all their pages can be copied")
     if args.disable_hybrid_swa_memory:
         return Decision(None, "as asked with --disable-hybrid-swa-memory")
+    if share is not None and facts.attention_chunk:
+        context = builder.args.model.context_length or facts.context_length
+        ratio = 1 - share + share * min(1.0, facts.attention_chunk / context)
+        return Decision(ratio, f"{flag} {share:g}, with chunks of {facts.attention_chunk} of {context} tokens")
     return Decision(args.swa_full_tokens_ratio, "sliding-window layers keep only their window")
 
 

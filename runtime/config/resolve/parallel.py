@@ -24,6 +24,7 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
     _check_heads(builder, facts)
     _check_stages(builder, facts)
     _check_devices(builder, machine, device)
+    _check_numa(builder, machine)
     timeout = args.dist_timeout
     return builder.build(
         ParallelPlan,
@@ -199,6 +200,28 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
             f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {copies} needs {needed} "
             f"GPUs, starting at index {first}; this machine has {len(machine.gpus)}.",
         )
+
+
+def _check_numa(builder: PlanBuilder, machine: Machine) -> None:
+    """Refuse NUMA nodes that this machine lacks, and another number of nodes than of ranks."""
+    args, nodes = builder.args.parallel, builder.args.parallel.numa_node
+    if nodes is None:
+        return
+    num_here = max(1, args.tp_size * args.pp_size // args.nnodes)
+    problems = {
+        "needs Linux, which lists the nodes in /sys/devices/system/node": not machine.numa_nodes,
+        f"this machine has the nodes {', '.join(map(str, sorted(machine.numa_nodes)))}": (
+            not machine.numa_nodes.issuperset(nodes)
+        ),
+        f"needs one node for each of the {num_here} ranks on this machine": len(nodes) != num_here,
+        "cannot bind the replicas of --dp-size, which share a process; start one server per node": (
+            args.dp_size > 1 and not args.enable_dp_attention
+        ),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            builder.refuse("numa_node", f"--numa-node {' '.join(map(str, nodes))}: {problem}.")
+            return
 
 
 def with_torchrun(args: Args, environment: Mapping[str, str]) -> Args:

@@ -38,6 +38,7 @@ CONFIG = {
 HYBRID = {"architectures": ["Qwen3_5ForCausalLM"]}  # a model with recurrent layers
 MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
 PARTS = {"json_model_override_args": MIXTURE, "tp_size": 2, "ep_size": 2}
+CHUNKED = {"attention_chunk_size": 512}
 SEEING = {"vision_config": {"hidden_size": 16}}  # a model with an image encoder
 CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
 H200 = Machine.named("h200")
@@ -80,6 +81,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (H200, {"json_model_override_args": {"num_hidden_layers": 8}, "offload_group_size": 2}),
     (FOUR_GPUS, {"tp_size": 2}),
     (CPU, {"json_model_override_args": HYBRID}),
+    (CPU, {"json_model_override_args": CHUNKED}),
     (CPU, {"json_model_override_args": MIXTURE, "tp_size": 2}),
     (CPU, PARTS),
     (CPU, {**PARTS, "enable_eplb": True}),

@@ -577,6 +577,25 @@ def test_layers_in_host_memory_are_refused_where_they_save_nothing(
     assert refusals(Machine.named(machine), facts, **options).startswith(refusal)
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"numa_node": (0, 1)}, "--numa-node 0 1: needs one node for each of the 1 ranks"),
+        ({"numa_node": (7,)}, "--numa-node 7: this machine has the nodes 0, 1"),
+        ({"numa_node": (1,), "dp_size": 2}, "--numa-node 1: cannot bind the replicas of --dp-size"),
+        ({"hybrid_kvcache_ratio": 0.5}, "--hybrid-kvcache-ratio: this model has no layers with chunked attention"),
+    ],
+)
+def test_what_the_machine_or_the_model_lacks_is_refused(options: dict[str, Any], refusal: str) -> None:
+    assert refusals(Machine.named("cpu"), FACTS, **options).startswith(refusal)
+
+
+def test_the_ratio_of_chunked_layers_follows_the_chunk() -> None:
+    facts = replace(FACTS, config={"attention_chunk_size": 512}, context_length=2048)
+    ratios = [plan(H200, facts, hybrid_kvcache_ratio=share).cache.window_ratio for share in (0.0, 0.5, 1.0)]
+    assert ratios == [1.0, 0.625, 0.25]
+
+
 def test_layers_in_host_memory_leave_graphs_of_decode_steps() -> None:
     facts = replace(FACTS, num_layers=16, architecture="LlamaForCausalLM")
     made = plan(H200, facts, offload_group_size=4)

@@ -1,0 +1,84 @@
+"""Processes that are bound to a NUMA node run on its CPUs only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ops.machine import Machine, _numbers_in, node_cpus
+from runtime.distributed.numa import rank_environment
+from server_process import ROOT, serving
+
+NODE = min(Machine.probe().numa_nodes, default=-1)
+CPUS = node_cpus(NODE) & (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset())
+on_linux = pytest.mark.skipif(not CPUS, reason="needs Linux with NUMA nodes")
+
+
+def affinities(process: int) -> set[frozenset[int]]:
+    """Return the CPUs on which the threads of a process may run."""
+    found = set()
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        found.add(frozenset(os.sched_getaffinity(int(thread.name))))
+    return found
+
+
+def test_lists_of_cpus_are_read_as_linux_writes_them() -> None:
+    assert _numbers_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert _numbers_in("") == frozenset()
+    assert node_cpus(4096) == frozenset()
+
+
+def test_ranks_of_a_node_divide_its_cpus() -> None:
+    threads = {"OMP_NUM_THREADS": "1"}
+    assert [rank_environment((0, 1, 1), rank, threads)["PENSTOCK_NUMA_NODE"] for rank in range(3)] == [
+        "0/1",
+        "1/2",
+        "1/2",
+    ]
+    assert rank_environment((0, 1), 1, {}) == {"PENSTOCK_NUMA_NODE": "1/0"}  # the user has set the threads
+    assert rank_environment(None, 1, threads) == threads
+
+
+@on_linux
+def test_all_threads_of_a_process_are_bound_and_a_missing_node_is_an_error() -> None:
+    code = """
+import os, sys, threading
+from runtime.distributed.numa import bind
+os.sched_setaffinity(0, {int(sys.argv[2])})  # so that binding changes something
+wait = threading.Event()
+threading.Thread(target=wait.wait, daemon=True).start()
+bind(int(sys.argv[1]))
+found = {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+print(found == {frozenset(map(int, sys.argv[3:]))})
+try:
+    bind(4096)
+except Exception as error:
+    print(error)
+"""
+    words = [sys.executable, "-c", code, str(NODE), str(min(CPUS)), *map(str, CPUS)]
+    answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.stdout.splitlines() == [
+        "True",
+        "--numa-node 4096: this process may not run on the node's CPUs.",
+    ], answer.stderr
+
+
+@on_linux
+@pytest.mark.slow
+def test_the_server_and_its_workers_run_on_their_node() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(CPUS)})  # inherited by the server, which binding then widens
+    try:
+        with serving("--tp-size", "2", "--numa-node", str(NODE), str(NODE), "--max-total-tokens", "1024") as server:
+            os.sched_setaffinity(0, before)
+            processes = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children())]
+            assert len(processes) == 2
+            for process in processes:
+                assert affinities(process) == {frozenset(CPUS)}
+    finally:
+        os.sched_setaffinity(0, before)
