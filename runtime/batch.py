@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -278,6 +279,8 @@ class StepOutput(NamedTuple):
     experts: Collection[
         tuple[int, NDArray[np.int16]]
     ] = ()  # (row, experts chosen for its tokens [N, L, k]) for `Batch.expert_rows`
+    # Row with draft tokens -> the branch that its tokens continue in, as an index into the row's own branches.
+    taken: Mapping[int, int] = MappingProxyType({})
 
 
 class Runner(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.constraint import HostData, SequenceConstraint
 from runtime.request import DraftCounts, Finish, Logprobs, Parts, Request
@@ -12,6 +12,15 @@ from runtime.sampling_params import SamplingParams
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
+
+
+class Branch(NamedTuple):
+    """An alternative to a sequence's draft tokens in the step in flight (see `scheduler/branches.py`)."""
+
+    depth: int  # number (from 1) of the draft token that the branch's first token replaces
+    ids: list[int]
+    first_page: int  # index of the branch's first own page in the page list of the branch's row
+    pages: list[int]
 
 
 class Sequence:
@@ -26,6 +35,7 @@ class Sequence:
 
     __slots__ = (
         "banned_ids",
+        "branches",
         "constraint",
         "draft_counts",
         "drafter",
@@ -90,6 +100,7 @@ class Sequence:
         self.drafter: NgramDrafter | ModelDrafter | ChainDrafter | None = (
             None  # None: rows of this sequence never have draft tokens
         )
+        self.branches: list[Branch] = []  # alternatives to the draft tokens in flight; their pages are its own too
         self.draft_counts: DraftCounts | None = None  # None: no draft tokens of this sequence were verified
         # Number of results in flight to ignore, the oldest first: their tokens were forced after the launch.
         self.num_superseded = 0

@@ -377,7 +377,7 @@ class PrefixCache:
                 self.replaced(sequence, duplicates)
         for kind in self.kinds:
             kind.leave(sequence)
-        self.free(sequence.pages[sequence.num_shared // self.page_size :])
+        self.free(self._private_pages(sequence))
         if sequence.locked_node is not None:
             self._tree.unlock(sequence.locked_node)
         _forget_pages(sequence)
@@ -389,7 +389,7 @@ class PrefixCache:
         """
         for kind in self.kinds:
             kind.leave(sequence)
-        self.free(sequence.pages[sequence.num_shared // self.page_size :])
+        self.free(self._private_pages(sequence))
         if sequence.locked_node is not None:
             pages = self._tree.remove(sequence.locked_node)
             self.pins.settle()
@@ -431,6 +431,13 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.reset()
 
+    def _private_pages(self, sequence: Sequence) -> list[int]:
+        """Return the pages of a sequence and of its branches that are not in the tree."""
+        pages = sequence.pages[sequence.num_shared // self.page_size :]
+        for branch in sequence.branches:
+            pages += branch.pages
+        return pages
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise `ValueError` unless every page and every lock belongs to the tree or to one of these sequences."""
         private: list[int] = []
@@ -438,7 +445,7 @@ class PrefixCache:
         sequences = list(sequences)
         for sequence in sequences:
             first = sequence.num_shared // self.page_size
-            private += sequence.pages[first:]
+            private += self._private_pages(sequence)
             if sequence.locked_node is not None:
                 holders.append(sequence.locked_node)
                 if path_pages(sequence.locked_node) != sequence.pages[:first]:
@@ -478,5 +485,6 @@ def _num_settled(sequence: Sequence) -> int:
 
 def _forget_pages(sequence: Sequence) -> None:
     sequence.pages = []
+    sequence.branches.clear()
     sequence.locked_node = None
     sequence.num_shared = sequence.num_computed = 0

@@ -250,6 +250,7 @@ class Player:
             more.get("stuck", ()),
             [(row, np.zeros((count, 1), np.float32)) for row, count in more.get("hidden", ())],
             [(row, np.zeros((count, 1, 1), np.int16)) for row, count in more.get("experts", ())],
+            dict(more.get("taken", ())),
         )
         self._applied = batch
         deltas = self.scheduler.apply(batch, output)

@@ -145,6 +145,8 @@ class RecordedScheduler(Scheduler):
         for name, parts in (("hidden", output.hidden), ("experts", output.experts)):
             if parts:
                 more[name] = [[row, len(values)] for row, values in parts]
+        if output.taken:
+            more["taken"] = [*output.taken.items()]
         event = ["t", self._now_us(), tokens]
         self._write([*event, more] if more else event)
         return self._guard(super().apply, batch, output)

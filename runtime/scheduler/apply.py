@@ -37,6 +37,7 @@ class Effects(NamedTuple):
     stall: Callable[[Sequence], None]  # called if no token was sampled because the row's `HostData` was late
     rewind: Callable[[Sequence, int], None]  # the int is the number of rejected draft tokens to rewind
     note_drafts: Callable[[Sequence, int, int], None]  # the ints are the numbers of proposed and accepted draft tokens
+    take_branch: Callable[[Sequence, int | None], None]  # the int is the branch in which the output continues
 
 
 def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_forced: bool = False) -> list[Delta]:
@@ -84,6 +85,8 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
                     effects.stall(sequence)
                 continue
             if drafted and row in drafted:
+                if sequence.branches:
+                    effects.take_branch(sequence, output.taken.get(row))
                 _settle_drafts(sequence, drafted[row], len(tokens) - 1, effects)
             sequence.num_pending -= 1
             if len(tokens) > 1:

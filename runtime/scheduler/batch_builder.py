@@ -94,9 +94,6 @@ class BatchBuilder:
         tables = self._running.tables
         read = not self._drafting.by_model or self._drafting.reads(step.sequences, step.num_drafted)
         batch = step.build(number, tables, self._cache, self._running.adapters, read_by_drafter=read)
-        # The pages of branches are freed after `build`, so that no other row of this batch gets them.
-        if branch_pages := step.branch_pages:
-            self._cache.free(branch_pages)
         for sequence, duplicates in step.duplicates:
             first, pages = duplicates
             tables.write_pages(sequence.sequence_index, first, sequence.pages[first : first + len(pages)])
@@ -160,7 +157,8 @@ class BatchBuilder:
             self._running.tables.append_pages(at_page_end, self._cache.allocate(len(at_page_end)))
         if self._drafting.enabled and (proposed := self._drafting.propose(decodes)):
             decodes = [sequence for sequence in decodes if sequence not in proposed]
-            step.add_drafts(proposed, branches=self._drafting.branch(proposed))
+            self._drafting.branch(proposed)
+            step.add_drafts(proposed)
         step.add_decodes(decodes)
 
     def _may_add_followers(self, step: StepRows) -> bool:

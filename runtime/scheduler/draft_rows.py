@@ -8,8 +8,8 @@ import numpy as np
 
 from runtime.batch import Branches, Drafts, Ints, PageCopy
 from runtime.constraint import DraftData
-from runtime.scheduler.branches import Branch, page_copies
-from runtime.sequence import Sequence
+from runtime.scheduler.branches import page_copies
+from runtime.sequence import Branch, Sequence
 from runtime.speculative.model_drafts import DRAFT
 
 
@@ -38,11 +38,6 @@ class DraftRows:
     def add_branch(self, row: int, owner: int, branch: Branch) -> None:
         """Record that row `row` is a branch of the trunk in row `owner`."""
         self._branches[row] = owner, branch
-
-    @property
-    def branch_pages(self) -> list[int]:
-        """The branches' own pages."""
-        return [page for _, branch in self._branches.values() for page in branch.pages]
 
     def write_pages(self, page_table: Ints) -> None:
         """Write the branches' own pages into their rows of the batch's page table."""

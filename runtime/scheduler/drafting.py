@@ -8,7 +8,7 @@ from runtime.batch import Batch
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import DraftCounts
-from runtime.scheduler.branches import Branch, branches_of
+from runtime.scheduler.branches import add_branches
 from runtime.scheduler.request_tables import Running
 from runtime.scheduler.sampling import forbids_ends
 from runtime.sequence import Sequence
@@ -118,12 +118,11 @@ class Drafting:
             sequence.drafter = sequence.drafter.lookup if isinstance(sequence.drafter, ChainDrafter) else None
         return False
 
-    def branch(self, proposed: Mapping[Sequence, list[int]]) -> dict[Sequence, list[Branch]]:
-        """Return branches for sequences whose draft rows will be added next, and allocate the branches' pages."""
-        if not self._branches or not proposed:
-            return {}
-        left = self._max_step - sum(map(len, proposed.values()))
-        return branches_of(proposed, self._cache, left, len(self._running))
+    def branch(self, proposed: Mapping[Sequence, list[int]]) -> None:
+        """Add branches to sequences whose draft rows will be added next, and allocate the branches' pages."""
+        if self._branches:
+            left = self._max_step - sum(map(len, proposed.values()))
+            add_branches(proposed, self._cache, left, len(self._running))
 
     def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record how many of a row's draft tokens were proposed and accepted."""
@@ -154,7 +153,7 @@ class Drafting:
         - The choice of a token depends on its output position (seeded draws, `min_new_tokens`), and the device cannot
           compute this choice.
         - The sequence has a constraint.
-        - The draft tokens may end the output.
+        - The draft tokens may end the output, or have branches.
         - An earlier token or another such row is in flight.
         """
         return (
@@ -162,6 +161,7 @@ class Drafting:
             and (self._follows_draws or sequence.sampling.greedy)
             and not forbids_ends(sequence)
             and sequence.constraint is None
+            and not sequence.branches
             and sequence.num_pending == 1 + sequence.num_drafted
             and sequence.num_computed + 1 < sequence.max_tokens
         )

@@ -204,6 +204,17 @@ class Running:
             self.tables.write_pages(sequence.sequence_index, keep, [0] * len(surplus))
             self.cache.free(surplus)
 
+    def take_branch(self, sequence: Sequence, number: int | None) -> None:
+        """Replace pages of a sequence by those of its branch `number`. Then free the pages that are not used."""
+        for index, (_, _, first, pages) in enumerate(sequence.branches):
+            unused = pages
+            if index == number:
+                unused = sequence.pages[first : first + len(pages)]
+                sequence.pages[first : first + len(pages)] = pages
+                self.tables.write_pages(sequence.sequence_index, first, pages)
+            self.cache.free(unused)
+        sequence.branches.clear()
+
     def stall(self, sequence: Sequence) -> None:
         """Exclude a sequence from steps, because its host data was late and no token was sampled.
 

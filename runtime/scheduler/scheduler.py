@@ -76,7 +76,8 @@ class Scheduler:
         self._drafting = Drafting(plan, cache, self._running)
         self._builder = BatchBuilder(plan, cache, self._running, self._waiting, self._fast_forward, self._drafting)
         self._decode_runs = DecodeRuns(plan, cache, self._running, self._waiting, self._builder.new_token_ratio)
-        self._effects = Effects(self._retire, self._running.stall, self._running.rewind, self._drafting.note)
+        running = self._running
+        self._effects = Effects(self._retire, running.stall, running.rewind, self._drafting.note, running.take_branch)
         self._trials = Trials()
         self._num_filled = 0
         self._num_applied = 0

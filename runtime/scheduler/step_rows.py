@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -13,13 +12,10 @@ from runtime.batch import UNKNOWN, Batch, Ints, MediaSpan, PromptLogprobs, StepS
 from runtime.kv_cache.prefix_cache import Duplicates, PrefixCache
 from runtime.media_source import PromptMedia
 from runtime.scheduler.adapter_slots import AdapterSlots
-from runtime.scheduler.branches import Branch
 from runtime.scheduler.draft_rows import DraftRows
 from runtime.scheduler.request_tables import RequestTables
 from runtime.scheduler.sampling import NO_DRAFT_DATA
-from runtime.sequence import Sequence
-
-NO_BRANCHES: Mapping[Sequence, list[Branch]] = MappingProxyType({})
+from runtime.sequence import Branch, Sequence
 
 
 class StepRows:
@@ -91,11 +87,6 @@ class StepRows:
     def full(self) -> bool:
         return self._max_rows is not None and len(self) >= self._max_rows
 
-    @property
-    def branch_pages(self) -> list[int]:
-        """The branches' own pages."""
-        return [] if self._drafts is None else self._drafts.branch_pages
-
     def add_decodes(self, sequences: list[Sequence], *, starts_known: bool = True) -> None:
         """Add a row for each sequence.
 
@@ -117,13 +108,7 @@ class StepRows:
         self._sampled += range(first, first + len(sequences))
         self.num_decodes += len(sequences)
 
-    def add_drafts(
-        self,
-        proposed: Mapping[Sequence, list[int]],
-        *,
-        starts_known: bool = True,
-        branches: Mapping[Sequence, list[Branch]] = NO_BRANCHES,
-    ) -> None:
+    def add_drafts(self, proposed: Mapping[Sequence, list[int]], *, starts_known: bool = True) -> None:
         """Add one row for each sequence. The row computes the only token without KV, then the proposed tokens.
 
         A sequence's branches follow its row as separate rows.
@@ -144,7 +129,7 @@ class StepRows:
             sequence.num_computed = start + 1 + len(ids)
             sequence.num_pending += 1 + len(ids)
             self.num_drafted += len(ids)
-            for branch in branches.get(sequence, ()):
+            for branch in sequence.branches:
                 drafts.add_branch(len(self._sequences), row, branch)
                 self._add_branch(sequence, start, branch)
         self.num_decodes += len(proposed)

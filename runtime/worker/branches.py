@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch, Drafts, Ints
-from runtime.kv_cache.pools import KVPool
+from runtime.batch import Batch, Drafts, Ints, Sampling
 from runtime.speculative.model_drafts import DRAFT
 
 # For each draft number k: the rows that have a k-th draft token, and the likeliest token ids at its position, [n,
@@ -78,22 +77,15 @@ def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -
     return replace(batch, token_ids=ids)
 
 
-def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dict[str, np.ndarray]:
-    """Return the arrays that describe the batch's M branches, which have L tokens in total, by name.
-
-    Returns {} if the batch has no branches.
-    """
-    drafts, sampling = batch.drafts, batch.sampling
-    if drafts is None or sampling is None or drafts.branches is None:
+def branch_arrays(batch: Batch, drafts: Drafts, sampling: Sampling) -> dict[str, np.ndarray]:
+    """Return the arrays that describe the batch's M branches, by name; {} if there are none."""
+    if drafts.branches is None:
         return {}
     rows, owners, depths = drafts.branches
     firsts, counts = batch.counts.cumsum() - batch.counts, batch.counts[rows]
     offsets = np.arange(int(counts.max()))
     is_id = offsets < counts[:, None]
     ids = batch.token_ids[np.minimum(firsts[rows][:, None] + offsets, len(batch.token_ids) - 1)]
-    branch, number = np.nonzero(is_id)
-    positions = batch.starts[rows][branch] + number
-    pages = batch.page_table[owners[branch], positions // page_size].astype(np.int64)
     return {
         # [M], trunk of each branch, as an index into [D].
         "branch_owners": np.searchsorted(drafts.rows, owners).astype(np.int64),
@@ -101,12 +93,6 @@ def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dic
         "branch_firsts": np.searchsorted(sampling.row_of, rows).astype(np.int64),
         "branch_depths": depths.astype(np.int64),  # [M], number (from 1) of the draft token that the branch replaces
         "branch_ids": np.where(is_id, ids, -1).astype(np.int64),  # [M, K], token ids of each branch, padded with -1
-        "branch_numbers": branch.astype(np.int64),  # [L], each token's branch as an index into [M]
-        "branch_offsets": number.astype(np.int64),  # [L], offset of each token in its row
-        # [L], the token's cache slot in the branch's pages.
-        "branch_sources": slot_mapping[firsts[rows][branch] + number],
-        # [L], the token's cache slot in the sequence's pages.
-        "branch_targets": pages * page_size + positions % page_size,
     }
 
 
@@ -148,17 +134,3 @@ def take_branches(
     accepted = torch.where(is_taken, accepted + 1 + more[chosen], accepted)
     own_last = torch.where(is_taken, firsts[chosen] + more[chosen], trunk_last)
     return accepted, taken, last.index_copy(0, arrays["draft_owners"], own_last)
-
-
-def copy_taken(pool: KVPool, arrays: Mapping[str, Tensor], taken: Tensor, accepted: Tensor) -> None:
-    """Copy the KV of the accepted tokens of branches to the pages of their sequences."""
-    numbers = arrays["branch_numbers"]
-    owners = arrays["branch_owners"][numbers]
-    used = (taken[owners] == numbers) & (
-        arrays["branch_offsets"] <= accepted[owners] - arrays["branch_depths"][numbers]
-    )
-    sources, size = arrays["branch_sources"], pool.page_size
-    targets = torch.where(used, arrays["branch_targets"], sources)  # copying a slot to itself changes nothing
-    for cache in pool.paged.values():
-        for tensor in cache.tensors:  # [pages, K, page, D]
-            tensor[targets // size, :, targets % size] = tensor[sources // size, :, sources % size]

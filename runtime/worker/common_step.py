@@ -19,9 +19,8 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
-from runtime.worker.branches import branch_arrays, copy_taken
 from runtime.worker.device import Read
-from runtime.worker.drafts import accept_limits, settle, with_exact_starts
+from runtime.worker.drafts import Verified, accept_limits, with_exact_starts
 from runtime.worker.logprobs import CHUNK, ScoredPrompts
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampled, Sampler
@@ -114,20 +113,15 @@ class CommonStep:
 
     def keep(
         self, samples: SampleInputs | None, ids: Tensor, shares: Sequence[StepShare], limits: np.ndarray | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Store the last tokens of this group's sequences. `ids` [N] are the sampled ids of all groups.
+    ) -> Verified | None:
+        """Store the last tokens of this group's sequences (see `SampleInputs.keep`).
 
-        Returns the results of `settle`, or (None, None) without draft tokens. Copies the KV of accepted branches to the
-        pages of their sequences.
+        `ids` [N] are the sampled ids of all groups.
         """
         own = ids.split([share.sampled for share in shares])[self._group]
         if samples is None or not len(own):
-            return None, None
-        executor = self._executor
-        accepted, taken = _keep(samples, own, executor.last_tokens, executor.lengths, limits)
-        if samples.drafts is not None and accepted is not None and taken is not None:
-            copy_taken(executor.pool, samples.drafts, taken, accepted)
-        return accepted, taken
+            return None
+        return samples.keep(own, self._executor.last_tokens, self._executor.lengths, limits)
 
 
 class CommonStepLeader:
@@ -181,12 +175,11 @@ class CommonStepLeader:
                 continue
             limits = accept_limits(batch, each.host_data.without_token)
             if group:
-                accepted, taken = end.keep(batch, each.ids, limits)
+                verified = end.keep(batch, each.ids, limits)
             else:
-                accepted, taken = self._step.keep(samples, chosen, shares, limits)
-            sampled[group] = each = replace(each, accepted=accepted, taken=taken)
-            if each.uncounted is not None and accepted is not None:
-                end.sampler.count(each, accepted)
+                verified = self._step.keep(samples, chosen, shares, limits)
+            sampled[group] = each = replace(each, verified=verified)
+            end.sampler.count(each)
 
     def _prompt_logits(self, group: int, own: Tensor, shares: Sequence[StepShare]) -> Iterator[Tensor | None]:
         """Yield the logits of a group's prompt positions with log-probabilities, in chunks of `CHUNK` positions."""
@@ -213,7 +206,6 @@ class _GroupEnd:
         self.sampler = sampler
         self._staging = Staging(executor.device)
         self._is_host = executor.device.is_host
-        self._page_size = executor.pool.page_size
         self._staged = Staged({}, {})
         # Last tokens and lengths by sequence index. The ranks of a group have them, and rank 0 has a copy for every
         # other group, to verify draft tokens.
@@ -235,17 +227,16 @@ class _GroupEnd:
             return None
         return self.sampler.sample(logits, batch, self._staged)
 
-    def keep(self, batch: Batch, ids: Tensor, limits: np.ndarray | None) -> tuple[Tensor | None, Tensor | None]:
-        """Store the last tokens (see `CommonStep.keep`), without copying KV: the ranks of the group do this."""
+    def keep(self, batch: Batch, ids: Tensor, limits: np.ndarray | None) -> Verified | None:
+        """Store the last tokens of another group in the copy of its tables (see `SampleInputs.keep`)."""
         samples, arrays = samples_on_host(batch), {}
         if samples.sequences is not None:
             arrays["sequences"] = samples.sequences.numpy().astype(np.int64)
         of_drafts = {name: tensor.numpy() for name, tensor in (samples.drafts or {}).items()}
-        of_drafts |= branch_arrays(batch, np.zeros(len(batch.token_ids), np.int64), self._page_size)
         on_device = self._staging.copy(arrays | of_drafts)
         drafts = None if samples.drafts is None else {name: on_device[name] for name in of_drafts}
         samples = samples._replace(sequences=on_device.get("sequences"), drafts=drafts)
-        return _keep(samples, ids, self._last_tokens, self._lengths, limits)
+        return samples.keep(ids, self._last_tokens, self._lengths, limits)
 
     def score_prompts(self, batch: Batch | None, logits: Iterator[Tensor | None]) -> ScoredPrompts | None:
         """Score the batch's prompts. `logits` yields the logits of all positions in order."""
@@ -260,16 +251,6 @@ class _GroupEnd:
             return part
 
         return self.sampler.score_prompts(nothing, next_logits, batch.prompt_logprobs, self._staged)
-
-
-def _keep(
-    samples: SampleInputs, ids: Tensor, last_tokens: Tensor, lengths: Tensor, limits: np.ndarray | None
-) -> tuple[Tensor | None, Tensor | None]:
-    if samples.drafts is not None:
-        return settle(ids, samples.drafts, last_tokens, lengths, limits)
-    if samples.sequences is not None:
-        last_tokens[samples.sequences] = ids
-    return None, None
 
 
 def _only(group: int, count: int, num_groups: int) -> list[int]:

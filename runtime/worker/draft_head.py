@@ -160,11 +160,13 @@ class HeadDrafter:
         self._states[place] = states if keep.all() else states[torch.from_numpy(np.flatnonzero(keep))]
         self._starts[indices], self._ends[indices] = starts, ends
 
-    def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
+    def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None, first: int) -> None:
         """Record that the target accepted a branch's token at this position.
 
-        `state` is the target's state there, or None if unknown.
+        `state` is the target's state there, or None if unknown. The pages from position `first` on are those of the
+        branch, so their entries must be computed again.
         """
+        self._computed[sequence_index] = min(self._computed[sequence_index], first)
         if state is not None:
             self._ids[sequence_index, position % self._kept] = token_id
             self._states[sequence_index, position % self._kept] = self._head.project(state[None])[0]

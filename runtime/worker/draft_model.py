@@ -98,10 +98,13 @@ class DraftModel:
         self._computed[batch.sequence_indices[drafted]] = batch.starts[drafted] + counts
         return batch
 
-    def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
-        """Record that the target accepted a branch's token at this position, so its KV must be computed again."""
+    def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None, first: int) -> None:
+        """Record that the target accepted a branch's token at this position.
+
+        The pages from position `first` on are those of the branch, so their KV must be computed again.
+        """
         self._ids[sequence_index, position % KEPT] = token_id
-        self._computed[sequence_index] = min(self._computed[sequence_index], position)
+        self._computed[sequence_index] = min(self._computed[sequence_index], first)
 
     @property
     def pool(self) -> KVPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +13,13 @@ from torch import Tensor
 from ops.sampling.native import to_device
 from runtime.batch import UNKNOWN, Batch, Drafts, Sampling, uniform_numbers
 from runtime.speculative.model_drafts import DRAFT
-from runtime.worker.branches import is_trunk, take_branches
+from runtime.worker.branches import branch_arrays, is_trunk, take_branches
 
-OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays that `settle` reads
+OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays that `verify` reads
 
 
 def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the arrays that `settle` reads, by name.
+    """Return the arrays that `verify` and `settle` read, by name.
 
     R rows of the batch sample. D of these rows have up to K draft tokens each.
     """
@@ -44,6 +45,7 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
         "draft_rows": drafts.rows.astype(np.int64),  # [D], row in the batch
         # [D], number of computed tokens if no draft token is accepted.
         "draft_lengths": batch.starts[drafts.rows] + np.int32(1),
+        **branch_arrays(batch, drafts, sampling),
     }
 
 
@@ -121,11 +123,23 @@ def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
     return limits
 
 
-def last_choices(ids: Tensor, arrays: Mapping[str, Tensor], limits: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-    """Return the number of accepted draft tokens [D], and each row's last output token [R] as an index into [N].
+class Verified(NamedTuple):
+    """The result of verifying draft tokens."""
 
-    `ids` int64 [N] are the sampled tokens. A draft token is accepted if it equals the token sampled at the position
-    before it, and all earlier draft tokens of its row are accepted. At most `limits` [D] are accepted.
+    accepted: Tensor  # int64 [D], number of accepted draft tokens of each row
+    taken: Tensor | None  # int64 [D], the branch that each row continues in, or -1; None: the batch has no branches
+    last: Tensor  # int64 [R], each row's last output token, as an index into [N]
+
+    def tensors(self) -> list[Tensor]:
+        """Return `accepted` and, if the batch has branches, `taken`."""
+        return [self.accepted] if self.taken is None else [self.accepted, self.taken]
+
+
+def verify(ids: Tensor, arrays: Mapping[str, Tensor], limits: np.ndarray | None = None) -> Verified:
+    """Verify draft tokens with the sampled tokens `ids` int64 [N].
+
+    A draft token is accepted if it equals the token sampled at the position before it, and all earlier draft tokens of
+    its row are accepted. `limits` [D] are the maximum numbers of draft tokens that rows may accept; None: no limit.
     """
     firsts, owners, drafted = arrays["draft_firsts"], arrays["draft_owners"], arrays["draft_ids"]
     index = firsts[owners, None] + torch.arange(drafted.shape[1], device=ids.device)
@@ -133,7 +147,10 @@ def last_choices(ids: Tensor, arrays: Mapping[str, Tensor], limits: np.ndarray |
     accepted = matches.long().cumprod(1).sum(1)
     if limits is not None:
         accepted = torch.minimum(accepted, to_device(torch.from_numpy(limits), ids.device))
-    return accepted, firsts.index_add(0, owners, accepted)
+    last = firsts.index_add(0, owners, accepted)
+    if "branch_owners" in arrays:
+        return Verified(*take_branches(ids, arrays, accepted, last))
+    return Verified(accepted, None, last)
 
 
 def settle(
@@ -142,24 +159,16 @@ def settle(
     last_tokens: Tensor,
     lengths: Tensor,
     limits: np.ndarray | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Verify draft tokens with the sampled tokens `ids` int64 [N].
+) -> Verified:
+    """Verify draft tokens (see `verify`), and write to two tables by sequence index.
 
-    Returns the number of accepted draft tokens of each row [D], and the branch that the row continues with [D] or -1
-    (None if the batch has no branches). `limits` [D] are the maximum numbers of draft tokens that rows may accept;
-    None: no limit.
-
-    Writes to two tables by sequence index: `last_tokens` gets the last token of every row that samples, and `lengths`
-    gets the number of computed tokens of every row with draft tokens.
+    `last_tokens` gets the last token of every row that samples, and `lengths` gets the number of computed tokens of
+    every row with draft tokens.
     """
-    accepted, last = last_choices(ids, arrays, limits)
-    taken = None
-    if "branch_owners" in arrays:
-        accepted, taken, last = take_branches(ids, arrays, accepted, last)
-    sequences = arrays["draft_sequences"]
-    last_tokens[sequences] = ids[last]
-    lengths[sequences[arrays["draft_owners"]]] = arrays["draft_lengths"] + accepted.to(lengths.dtype)
-    return accepted, taken
+    found, sequences = verify(ids, arrays, limits), arrays["draft_sequences"]
+    last_tokens[sequences] = ids[found.last]
+    lengths[sequences[arrays["draft_owners"]]] = arrays["draft_lengths"] + found.accepted.to(lengths.dtype)
+    return found
 
 
 def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:

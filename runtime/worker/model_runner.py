@@ -32,14 +32,14 @@ from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.adapters import Adapters
-from runtime.worker.branches import copy_taken, is_trunk, trunks, with_branch_ids
+from runtime.worker.branches import is_trunk, trunks, with_branch_ids
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
 from runtime.worker.device_drafter import DeviceDrafter
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
-from runtime.worker.drafts import accept_limits, last_choices, settle, with_exact_starts, with_proposals
+from runtime.worker.drafts import Verified, accept_limits, verify, with_exact_starts, with_proposals
 from runtime.worker.expert_moves import RankExperts
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, prompt_indices
@@ -317,7 +317,7 @@ class StepExecutor:
         self.rank.copier = self._copier
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
-        self._taken: Tensor | None = None  # branches that the last step accepted; None: it had no branches
+        self._verified: Verified | None = None  # the verified draft tokens of the last step
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     @property
@@ -371,15 +371,15 @@ class StepExecutor:
 
     def _tell_taken(self, batch: Batch, states: Tensor | None) -> None:
         """Tell the draft model which branches were accepted. `states` [T, ...] are the target's states."""
-        drafts = batch.drafts
-        if self._draft_model is None or self._taken is None or drafts is None or drafts.branches is None:
+        drafts, taken = batch.drafts, None if self._verified is None else self._verified.taken
+        if self._draft_model is None or taken is None or drafts is None or drafts.branches is None:
             return
-        firsts = batch.counts.cumsum() - batch.counts
-        for number in self._taken[self._taken >= 0].tolist():
+        firsts, size = batch.counts.cumsum() - batch.counts, self._pool.page_size
+        for number in taken[taken >= 0].tolist():
             row = int(drafts.branches.rows[number])
-            first = int(firsts[row])
-            place = int(batch.sequence_indices[row]), int(batch.starts[row])
-            self._draft_model.take(*place, int(batch.token_ids[first]), None if states is None else states[first])
+            index, position, first = int(batch.sequence_indices[row]), int(batch.starts[row]), int(firsts[row])
+            state = None if states is None else states[first]
+            self._draft_model.take(index, position, int(batch.token_ids[first]), state, position // size * size)
 
     def _states(self, begun: _Begun, graph: CpuGraph | None) -> Tensor:
         """Return the states [T, 3E] or [T, E] of a step's tokens that a draft head reads."""
@@ -641,11 +641,10 @@ class StepExecutor:
             self._write_dump(batch, None)
         if sampled is not None:
             limits = accept_limits(batch, sampled.host_data.without_token)
-            accepted, self._taken = self._keep(samples, sampled.ids, limits)
-            if accepted is not None:
-                sampled = replace(sampled, accepted=accepted, taken=self._taken)
-                if sampled.uncounted is not None:
-                    self._sampler.count(sampled, accepted)
+            self._verified = self._keep(samples, sampled.ids, limits)
+            if self._verified is not None:
+                sampled = replace(sampled, verified=self._verified)
+                self._sampler.count(sampled)
         if batch.prompt_logprobs:
             prompts = self._sampler.score_prompts(
                 self._hidden_of_all(begun, hidden),
@@ -694,32 +693,18 @@ class StepExecutor:
             hidden[begun.requested] = stages.recv(sent, stages.previous)
         return hidden
 
-    def _keep(
-        self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Store each row's last sampled id as its sequence's last token. Called on every rank that has the embedding.
+    def _keep(self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None) -> Verified | None:
+        """Verify draft tokens, and store last tokens (see `SampleInputs.keep`). Every rank with the embedding calls it.
 
-        `ids` [N] are the sampled ids. `limits` [D] are the maximum numbers of draft tokens that rows may accept; None:
-        no limit. Only rank 0 knows the limits. The other ranks do not need them: a row with a limit has a constraint,
-        and the next row of such a sequence contains its last token and its exact start.
-
-        Returns the number of accepted draft tokens of each row [D] (None without draft tokens), and the branch that
-        each row continues with [D] or -1 (None without branches). The KV of such branches is copied to the pages of
-        their sequences. With pipeline parallelism nothing is stored, because a sequence is in only one step at a time,
-        so the next batch contains its last token.
+        Only rank 0 knows the `limits`. The other ranks do not need them: a row with a limit has a constraint, and the
+        next row of such a sequence contains its last token and its exact start. With pipeline parallelism nothing is
+        stored, because a sequence is in only one step at a time, so the next batch contains its last token.
         """
         if self.pipelined:
-            return (None if samples.drafts is None else last_choices(ids, samples.drafts, limits)[0]), None
+            return None if samples.drafts is None else verify(ids, samples.drafts, limits)
         if self.mesh is not None:
             ids = self.mesh.axis("tp").broadcast(ids)
-        if samples.drafts is not None:
-            accepted, taken = settle(ids, samples.drafts, self.last_tokens, self.lengths, limits)
-            if taken is not None:
-                copy_taken(self._pool, samples.drafts, taken, accepted)
-            return accepted, taken
-        if samples.sequences is not None:
-            self.last_tokens[samples.sequences] = ids
-        return None, None
+        return samples.keep(ids, self.last_tokens, self.lengths, limits)
 
     def _empty_hidden(self, batch: Batch) -> Tensor:
         shape = (len(batch.token_ids), self._model.hidden_size)

@@ -17,7 +17,7 @@ from runtime.batch import Batch, Bias, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS, RowArray
 from runtime.worker.device import Device
-from runtime.worker.drafts import drafts_before
+from runtime.worker.drafts import Verified, drafts_before
 from runtime.worker.host_data import NO_HOST_DATA, Arrived, HostDataGate
 from runtime.worker.logprobs import (
     ScoredPrompts,
@@ -97,8 +97,7 @@ class Sampled:
     scored: ScoredRows | None = None
     scored_rows: tuple[int, ...] = ()  # positions (of N) whose log-probabilities are in `scored`
     host_data: Arrived = NO_HOST_DATA
-    accepted: Tensor | None = None  # int64 [D], number of accepted draft tokens of each row; None: no draft tokens
-    taken: Tensor | None = None  # int64 [D], the branch that each row continues with or -1; None: no branches
+    verified: Verified | None = None  # None: no row has draft tokens
     # The step's arrays, if penalised rows have draft tokens: their tokens can be counted only after verification.
     uncounted: Mapping[str, Tensor] | None = None
 
@@ -108,8 +107,7 @@ class Sampled:
             self.ids,
             self.sound,
             *(self.scored.tensors() if self.scored else ()),
-            *(() if self.taken is None else (self.taken,)),
-            *(() if self.accepted is None else (self.accepted,)),
+            *self._of_drafts(),
         ]
 
     def read(self, host: Sequence[Tensor]) -> HostTokens:
@@ -122,19 +120,17 @@ class Sampled:
             sound[row] = False
         unsound = [row for row, is_sound in enumerate(sound) if not is_sound]
         stuck = [row for row in unsound if self.host_data.is_stuck(row)] if unsound else []
-        scored, accepted, taken = host[2:], None, None
-        if self.accepted is not None:
-            *scored, last = scored
-            accepted = last.tolist()
-        if self.taken is not None:
-            *scored, last = scored
-            taken = last.tolist()
+        end = len(host) - len(self._of_drafts())
+        scored, (accepted, taken, *_) = host[2:end], (*(each.tolist() for each in host[end:]), None, None)
         if self.scored is None:
             return HostTokens(tokens, unsound, None, stuck, accepted, taken)
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         for row, scores in zip(self.scored_rows, self.scored.read(scored)):
             logprobs[row] = scores if sound[row] and tokens[row] else None
         return HostTokens(tokens, unsound, logprobs, stuck, accepted, taken)
+
+    def _of_drafts(self) -> list[Tensor]:
+        return [] if self.verified is None else self.verified.tensors()
 
 
 class Sampler:
@@ -243,15 +239,13 @@ class Sampler:
         ids, _ = self._choose(logits, sampling_arrays(on_device), plan, Masks(rows, on_device["words"]))
         self._score(logits, on_device["temperature"], ids, 1, rows[:, None])
 
-    def count(self, sampled: Sampled, accepted: Tensor) -> None:
-        """Count the accepted tokens of penalised rows in a step with draft tokens.
-
-        `accepted` [D] are the numbers of accepted draft tokens.
-        """
-        arrays = sampled.uncounted
-        if arrays is None:
+    def count(self, sampled: Sampled) -> None:
+        """Count the accepted tokens of penalised rows in a step with verified draft tokens."""
+        arrays, verified = sampled.uncounted, sampled.verified
+        if arrays is None or verified is None:
             return
-        accepted = torch.cat([accepted, accepted.new_zeros(1)])  # element D is for rows without draft tokens
+        # Element D is for rows without draft tokens.
+        accepted = torch.cat([verified.accepted, verified.accepted.new_zeros(1)])
         used = arrays["draft_offsets"] <= accepted[arrays["draft_owners"]]
         self._seen.add_if(used, arrays["counted"], sampled.ids[arrays["penalised_rows"]])
 

@@ -16,9 +16,9 @@ from runtime.batch import Batch
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
-from runtime.worker.branches import branch_arrays, repeated_tokens
+from runtime.worker.branches import repeated_tokens
 from runtime.worker.device import Device, Event
-from runtime.worker.drafts import OF_DRAFTS, draft_arrays
+from runtime.worker.drafts import OF_DRAFTS, Verified, draft_arrays, settle
 from runtime.worker.logprobs import prompt_indices
 
 # Computes hidden states [T, E] after the final norm: a model, or its captured or compiled forward pass. The result is
@@ -47,6 +47,19 @@ class SampleInputs(NamedTuple):
     sequences: Tensor | None  # int [N], sequence indices; None: a graph has already stored the last tokens
     drafts: Mapping[str, Tensor] | None = None  # `draft_arrays`; None: no row has draft tokens
     more: Staged = NOT_STAGED  # the arrays that `prepare` got as `more`
+
+    def keep(
+        self, ids: Tensor, last_tokens: Tensor, lengths: Tensor, limits: np.ndarray | None = None
+    ) -> Verified | None:
+        """Store each row's last sampled id in `last_tokens`, after `settle` if the step has draft tokens.
+
+        `ids` [N] are the sampled ids. Returns the result of `settle`, or None.
+        """
+        if self.drafts is not None:
+            return settle(ids, self.drafts, last_tokens, lengths, limits)
+        if self.sequences is not None:
+            last_tokens[self.sequences] = ids
+        return None
 
 
 OF_GRAPH = SampleInputs(slice(None), None)
@@ -82,14 +95,12 @@ def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
         sampled, row_of = batch.sampling.positions.astype(np.int64), batch.sampling.row_of
     embedding = nothing if batch.embedding_rows is None else query_starts[1:][batch.embedding_rows] - 1
     drafts = {} if batch.drafts is None else draft_arrays(batch)
-    slot_mapping = slots(batch.page_table)
     return {
         **drafts,
         "token_ids": batch.token_ids.astype(np.int64),
         "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
         "positions": positions,
-        "slot_mapping": slot_mapping,
-        **branch_arrays(batch, slot_mapping, page_size),
+        "slot_mapping": slots(batch.page_table),
         **repeated_tokens(batch, page_size),
         "sample_index": sampled,
         "sample_sequence_indices": batch.sequence_indices[row_of].astype(np.int64),

@@ -48,13 +48,13 @@ def copy_out(
 
 def _used_choices(
     row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int], taken: Sequence[int] | None
-) -> dict[int, int]:
+) -> tuple[dict[int, int], dict[int, int]]:
     """Return the sampled positions whose tokens become output, each with the row whose output it extends.
 
     A row's output ends with the token that was sampled instead of its first rejected draft token. If a branch has this
-    token, the output continues in the branch.
+    token, the output continues in the branch. The second result is `StepOutput.taken`.
     """
-    left, owners = dict.fromkeys(row_of, 1), {}
+    left, owners, continued = dict.fromkeys(row_of, 1), dict[int, int](), dict[int, int]()
     if drafts.branches is not None:
         left |= dict.fromkeys(drafts.branches.rows.tolist(), 0)
     for number, (row, num_accepted) in enumerate(zip(drafts.rows.tolist(), accepted, strict=True)):
@@ -62,12 +62,13 @@ def _used_choices(
         if drafts.branches is not None and taken is not None and taken[number] >= 0:
             depth, branch = int(drafts.branches.depths[taken[number]]), int(drafts.branches.rows[taken[number]])
             left[row], left[branch], owners[branch] = depth, num_accepted - depth + 1, row
+            continued[row] = branch - row - 1  # the branches of a row follow it
     used: dict[int, int] = {}
     for index, row in enumerate(row_of):
         if left[row]:
             left[row] -= 1
             used[index] = owners.get(row, row)
-    return used
+    return used, continued
 
 
 def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None, host: Sequence[Tensor]) -> StepOutput:
@@ -79,6 +80,7 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
     stuck: list[int] = []
     logprobs: list[Logprobs | None] | None = None
     prompt_logprobs: list[tuple[int, Logprobs]] = []
+    taken: dict[int, int] = {}
     embeddings: list[list[float] | None] | None = None
     if sampled is not None and batch.sampling is not None:
         rows = batch.sampling.row_of.tolist()
@@ -89,7 +91,7 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
                 tokens[row] = new_ids
             failed = [rows[index] for index in read.failed]
         else:
-            used = _used_choices(rows, batch.drafts, read.accepted or [], read.taken)
+            used, taken = _used_choices(rows, batch.drafts, read.accepted or [], read.taken)
             for index, row in used.items():
                 tokens[row] = tokens[row] + read.tokens[index]
             failed = sorted({used[index] for index in read.failed if index in used})
@@ -112,7 +114,7 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
             else:
                 failed.append(row)
     hidden, experts = (_of_rows(batch, rows, copies) for rows in (batch.hidden_rows, batch.expert_rows))
-    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck, hidden, experts)
+    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck, hidden, experts, taken)
 
 
 def _of_rows(batch: Batch, rows: Sequence[int], copies: Iterator[Tensor]) -> list[tuple[int, Any]]:

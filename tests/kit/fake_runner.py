@@ -102,6 +102,7 @@ class FakeRunner:
         # number of computed tokens of each sequence after its newest drafts
         self._lengths: list[int | None] = [None] * num_sequences
         self.num_unknown_starts = 0  # number of rows with unknown starts so far
+        self._taken: dict[int, int] = {}  # `StepOutput.taken` of the newest step
         self._windowed: dict[int, int] = {}  # like `_states`, for sliding-window layers
         self._window: int | None = None
         self._lines: dict[int, int] = {}  # state slots of recurrent layers: slot -> state of the whole history
@@ -305,7 +306,7 @@ class FakeRunner:
                 self._tokens[target], self._states[target] = self._tokens[source], self._states[source]
 
     def _take(self, batch: Batch, states: list[list[int]], row: int, count: int, tokens: list[int]) -> None:
-        """Go on in the branch whose first id is the last of a row's tokens, and keep what it stored."""
+        """Go on in the branch whose first id is the last of a row's tokens."""
         branches = batch.drafts.branches if batch.drafts is not None else None
         if branches is None or len(tokens) > count:
             return
@@ -318,13 +319,7 @@ class FakeRunner:
                 tokens.append(next_token(state, batch.sequences[row].seed, self.vocab_size))
                 if tokens[-1] != draft:
                     break
-            for position in range(int(batch.starts[branch]), int(batch.starts[row]) + len(tokens)):
-                source, target = (
-                    int(batch.page_table[each, position // self._page_size]) * self._page_size
-                    + position % self._page_size
-                    for each in (branch, row)
-                )
-                self._tokens[target], self._states[target] = self._tokens[source], self._states[source]
+            self._taken[row] = branch - row - 1
             return
 
     def _attend(self, batch: Batch, row: int, slots: list[int]) -> list[int]:
@@ -387,6 +382,7 @@ class FakeRunner:
             if wanted is not None:
                 logprobs = [None for _ in batch.sequences]
             drafted: dict[int, int] = {}
+            self._taken = {}
             branches: Collection[int] = ()
             if batch.drafts is not None and batch.drafts.branches is not None:
                 branches = batch.drafts.branches.rows.tolist()
@@ -407,7 +403,7 @@ class FakeRunner:
                 if logprobs is not None and wanted is not None and wanted[index] is not None:
                     logprobs[row] = _logprobs(tokens[row], wanted[index])
         prompts = [(asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs]
-        return StepOutput(tokens, failed, logprobs, prompts, self._embed(batch, states))
+        return StepOutput(tokens, failed, logprobs, prompts, self._embed(batch, states), taken=self._taken)
 
     def _verify(
         self,

@@ -59,7 +59,8 @@ def count_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tell = StepExecutor._tell_taken
 
     def told(executor: StepExecutor, batch: Any, states: Any) -> None:
-        taken = executor._taken
+        verified = executor._verified
+        taken = None if verified is None else verified.taken
         counts.append(0 if taken is None else int((taken >= 0).sum()))
         tell(executor, batch, states)
 
@@ -118,12 +119,6 @@ async def test_tiny_heads_with_trees(kind: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"pp_size": 2}, "one chain of drafts"),
-        (
-            {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 1, "speculative_ngram_max_bfs_breadth": 2}
-            | {"speculative_draft_model_path": None, "pp_size": 2},
-            "one chain of drafts",
-        ),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-eagle-topk needs"),
     ],
 )

@@ -250,9 +250,7 @@ def _tree(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str,
 
 def _check_tree(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, option: str, value: int) -> None:
     why = None
-    if builder.args.parallel.pp_size > 1:
-        why = "later stages of a pipeline (--pp-size) do not learn which branch is taken; they take one chain of drafts"
-    elif gpu is not None and model_method(builder) is not None:
+    if gpu is not None and model_method(builder) is not None:
         why = "on a GPU, a draft model proposes one chain of drafts, whose ids only the GPU knows"
     elif facts.recurrent:
         why = "recurrent layers take one chain of drafts, because a state cannot follow two branches"

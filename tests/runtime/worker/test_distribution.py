@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ops.sampling import SamplingArrays, native
 from runtime.batch import uniform_numbers
-from runtime.worker.drafts import last_choices
+from runtime.worker.drafts import verify
 from runtime.worker.relaxed_acceptance import RelaxedAcceptance
 
 VOCAB, DRAFTS, ROWS = 12, 3, 500
@@ -57,7 +57,7 @@ def transitions(
         accepted = torch.zeros(ROWS, dtype=torch.int64)
         if drafts:
             places = {"draft_firsts": firsts, "draft_owners": torch.arange(ROWS), "draft_ids": tokens[:, 1:]}
-            accepted, _ = last_choices(ids, places)
+            accepted = verify(ids, places).accepted
         output = ids.view(ROWS, width)
         used = torch.arange(width) <= accepted[:, None]
         before = torch.cat([last[:, None], output[:, :-1]], 1)

@@ -7,7 +7,7 @@ import torch
 
 from draft_steps import random_step
 from runtime.worker.device import CpuDevice
-from runtime.worker.drafts import accept_limits, draft_arrays, last_choices
+from runtime.worker.drafts import accept_limits, draft_arrays, verify
 from runtime.worker.host_data import NO_HOST_DATA
 from runtime.worker.sampler import Sampled
 from runtime.worker.step_outputs import copy_out
@@ -18,11 +18,11 @@ def test_rows_bring_what_plain_decoding_would():
     for _ in range(300):
         batch, ids, expected = random_step(rng)
         arrays = {name: torch.from_numpy(array) for name, array in draft_arrays(batch).items()}
-        accepted, last = last_choices(ids, arrays)
-        sampled = Sampled(ids, torch.ones(len(ids), dtype=torch.bool), accepted=accepted)
+        verified = verify(ids, arrays)
+        sampled = Sampled(ids, torch.ones(len(ids), dtype=torch.bool), verified=verified)
         output = copy_out(CpuDevice(), batch, sampled)()
         assert output.tokens == expected
-        lasts = dict(zip(arrays["draft_sequences"].tolist(), ids[last].tolist(), strict=True))
+        lasts = dict(zip(arrays["draft_sequences"].tolist(), ids[verified.last].tolist(), strict=True))
         indices = batch.sequence_indices.tolist()
         assert lasts == {indices[row]: tokens[-1] for row, tokens in enumerate(expected) if tokens}
 
@@ -38,11 +38,11 @@ def test_a_row_ends_before_late_host_data():
             first_late = next((count for count, index in enumerate(places) if index in late), len(places))
             del tokens[first_late:]
         arrays = {name: torch.from_numpy(array) for name, array in draft_arrays(batch).items()}
-        accepted, last = last_choices(ids, arrays, accept_limits(batch, late))
+        verified = verify(ids, arrays, accept_limits(batch, late))
         arrived = NO_HOST_DATA._replace(without_token=late)
-        sampled = Sampled(ids, torch.ones(len(ids), dtype=torch.bool), host_data=arrived, accepted=accepted)
+        sampled = Sampled(ids, torch.ones(len(ids), dtype=torch.bool), host_data=arrived, verified=verified)
         assert copy_out(CpuDevice(), batch, sampled)().tokens == expected
-        lasts = dict(zip(arrays["draft_sequences"].tolist(), ids[last].tolist(), strict=True))
+        lasts = dict(zip(arrays["draft_sequences"].tolist(), ids[verified.last].tolist(), strict=True))
         indices = batch.sequence_indices.tolist()
         assert {indices[row]: tokens[-1] for row, tokens in enumerate(expected) if tokens}.items() <= lasts.items()
 
@@ -56,7 +56,7 @@ def test_values_that_are_not_finite_count_only_where_they_are_used():
         arrays = {name: torch.from_numpy(array) for name, array in draft_arrays(batch).items()}
         broken = int(rng.integers(len(ids)))
         sound = torch.arange(len(ids)) != broken
-        output = copy_out(CpuDevice(), batch, Sampled(ids, sound, accepted=last_choices(ids, arrays)[0]))()
+        output = copy_out(CpuDevice(), batch, Sampled(ids, sound, verified=verify(ids, arrays)))()
         row = int(batch.sampling.row_of[broken])
         is_used = broken - int(np.argmax(batch.sampling.row_of == row)) < len(expected[row])
         assert output.failed == ([row] if is_used else [])
