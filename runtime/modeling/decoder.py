@@ -70,7 +70,8 @@ class Decoder(nn.Module):
         self.cache_specs = collect_specs(self)
         self.scorer: ScoreHead | None = None  # None unless the model is a classifier
         self._taps: Taps | None = None
-        self.tapped: list[Tapped] = []  # inputs of the tapped layers in the last forward pass or capture
+        # Inputs of the tapped layers in the last forward pass or capture; None for layers of other pipeline stages.
+        self.tapped: Sequence[Tapped | None] = ()
 
     def accept_media(self) -> None:
         """Allow vectors in place of token embeddings. Call this before graphs are captured."""
@@ -132,14 +133,14 @@ class Decoder(nn.Module):
         self, taps: Taps, x: Tensor, residual: Tensor | None, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor | None]:
         kept: dict[int, Tapped] = {}
-        for index in range(len(self.layers) + 1):
+        for index, layer in enumerate([*self.layers, None], self.first_layer):
             if index in taps.layers:  # copied, because layers may overwrite x and the residual
                 kept[index] = Tapped(taps.join(x, x if residual is None else residual).flatten(1), residual is not None)
-            if index < len(self.layers):
-                x, residual = self.layers[index](x, residual, batch)
-            if index < len(batch.media_levels):
+            if layer is not None:
+                x, residual = layer(x, residual, batch)
+            if layer is not None and index < len(batch.media_levels):
                 x = x + batch.media_levels[index].to(x.dtype)
-        self.tapped = [kept[index] for index in taps.layers]
+        self.tapped = [kept.get(index) for index in taps.layers]
         return x, residual
 
     def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -158,7 +159,7 @@ class Decoder(nn.Module):
         return self.head(hidden, adapted)
 
 
-def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped], count: int) -> Tensor:
+def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped | None], count: int) -> Tensor:
     """Return the states that a draft head reads, for the first `count` tokens.
 
     The states are the joined inputs in `tapped` (see `Decoder.tap`) or, if there are none, the final hidden states,
@@ -166,7 +167,7 @@ def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped], count: int) 
     """
     if not tapped:
         return hidden[:count]
-    return torch.cat([each.values(count) for each in tapped], dim=1)
+    return torch.cat([each.values(count) for each in tapped if each is not None], dim=1)
 
 
 def collect_specs(model: nn.Module) -> dict[int, LayerSpec]:

@@ -63,7 +63,7 @@ class DraftHead(Decoder):
         self.hidden_size = self.target_state_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.scorer = None
-        self._taps, self.tapped = None, []
+        self._taps, self.tapped = None, ()
         self.pooler = Pooler()
         self.kernels = build.kernels
         self.cache_specs = collect_specs(self)

@@ -34,7 +34,7 @@ class Encoder(Decoder):
         nn.Module.__init__(self)
         self.embedding = self.head = None
         self.cache_specs = {}
-        self._taps, self.tapped = None, []
+        self._taps, self.tapped = None, ()
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
         self.first_layer = 0

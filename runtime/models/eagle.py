@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.layers.attention import Attention
 from runtime.layers.block import PreNormBlock
@@ -69,7 +70,7 @@ def eagle3(config: Config, build: Build) -> Decoder:
     )
 
 
-def tapped_layers(config: Config) -> tuple[int, ...]:
+def tapped_layers(config: Fields) -> tuple[int, ...]:
     """Return the layers of the model whose inputs an EAGLE-3 head reads.
 
     `eagle_config.eagle_aux_hidden_state_layer_ids` lists layers by their outputs (as ModelOpt writes and SGLang reads

@@ -115,7 +115,7 @@ class CpuGraph:
                 if (chosen := mixture.recorded(capacity)) is not None
             }
             # Buffers to which every step writes the states that a draft head reads.
-            self._tapped = [] if isinstance(model, Encoder) else model.tapped
+            self._tapped = model.tapped
             self._own_states = model.states if isinstance(model, DraftHead) else None
             self._to_hidden = forward
             self._to_tokens: KernelGraph | None = None

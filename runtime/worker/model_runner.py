@@ -27,6 +27,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.layers.batch_reads import batch_reads
 from runtime.layers.lm_head import NOT_ADAPTED
 from runtime.loading.weight_update import LoadedWeights
+from runtime.mesh.axis import Axis
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder, states_for_draft_head
@@ -234,8 +235,7 @@ class _Begun(NamedTuple):
 
     batch: Batch
     samples: SampleInputs
-    # [T, E], or [N, E] from the CPU graph; None: the last stage will send the states of `requested`.
-    hidden: Tensor | None
+    hidden: Tensor  # [T, E], or [N, E] from the CPU graph; with pipeline parallelism, set by `_received`
     requested: Tensor = NOTHING  # with pipeline parallelism: `StepInputs.requested`
     chosen: Sampled | None = None  # tokens that a graph sampled, or None
     vectors: Tensor | None = None  # embedding vectors that the CPU graph pooled, or None
@@ -243,6 +243,7 @@ class _Begun(NamedTuple):
     proposed: Batch | None = None  # with pipeline parallelism: the draft model's batch
     experts: Tensor | None = None  # chosen experts of all tokens of `Batch.expert_rows`, int16 [n, L, k]
     inputs: StepInputs | None = None  # on a GPU: the inputs of the model, which a draft head needs
+    states: Tensor | None = None  # with pipeline parallelism: the inputs of tapped layers, [T, 3E]
 
 
 class StepExecutor:
@@ -276,7 +277,7 @@ class StepExecutor:
         draft_model: DraftModel | HeadDrafter | None = None,
         device_drafter: DeviceDrafter | None = None,
         experts: RankExperts | None = None,
-        all_states: bool = False,
+        head_layers: Sequence[int] | None = None,
         dump: TensorDump | None = None,
     ) -> None:
         """Create the executor of a rank.
@@ -284,8 +285,8 @@ class StepExecutor:
         `forward` computes hidden states, and `cpu_graph` computes whole steps in one call; both are used only without
         pipeline parallelism. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample
         tokens. `draft_model` (on a CPU) or `device_drafter` (on a GPU) proposes tokens; its pool has the same pages as
-        `pool`. With `all_states`, the last stage of a pipeline sends the hidden states of all tokens, because a draft
-        head reads them. `all_states` must be the same on all ranks.
+        `pool`. `head_layers` is set in a pipeline with a draft head, and equal on all ranks: the layers whose inputs
+        the head reads, or () if it reads the final hidden states. The last stage then sends these for all tokens.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
@@ -305,7 +306,7 @@ class StepExecutor:
         self._cpu_graph = cpu_graph
         self._draft_model = draft_model
         self._drafter = device_drafter
-        self._all_states = all_states
+        self._head_layers = None if head_layers is None else tuple(head_layers)
         self._dump = dump
         self._staging = Staging(device)
         pools = [pool, *(drafter.pool for drafter in (draft_model, device_drafter) if drafter is not None)]
@@ -389,7 +390,9 @@ class StepExecutor:
         graphs = None if self._by_operations(begun.batch) else self.cuda_graphs
         if graphs is not None and graphs.states is not None:
             return graphs.states[:count]
-        return states_for_draft_head(self._final_hidden(begun), self._model.tapped, count)
+        if begun.states is not None:
+            return begun.states
+        return states_for_draft_head(begun.hidden, self._model.tapped, count)
 
     def end(self) -> Read[StepOutput]:
         """Enqueue the rest of the oldest step that `begin` started.
@@ -397,8 +400,7 @@ class StepExecutor:
         The rest is sampling, prompt log-probabilities, pooling and the copy to the host.
         """
         with self.profiled(self._begun[0].batch), self.enqueueing():
-            begun = self._begun.popleft()
-            begun = begun._replace(hidden=self._final_hidden(begun))
+            begun = self._received(self._begun.popleft())
             read = self._end(begun)
             if begun.proposed is not None:
                 self._observe(begun, begun.proposed)
@@ -452,7 +454,9 @@ class StepExecutor:
         """Take part in the end of the oldest step that has begun, on a rank other than 0."""
         with self.enqueueing():
             begun = self._begun.popleft()
-            batch, hidden = begun.batch, self._final_hidden(begun)
+            if self.pipelined:
+                begun = self._received(begun)
+            batch, hidden = begun.batch, begun.hidden
             if batch.sampling is not None:
                 sampled = hidden[begun.samples.index]
                 self._model.logits(sampled, self._adapted(batch, begun.samples.index))
@@ -467,22 +471,21 @@ class StepExecutor:
 
         The last stage sends its result to the first one.
         """
-        if self.mesh is None:
-            raise RuntimeError("This rank is not in a later stage of a pipeline.")
-        stages = self.mesh.axis("pp")
+        stages = self._stages
         with self.enqueueing():
             self._move(batch)
             inputs = self._prepare(batch, self.last_tokens)
             forward = replace(inputs.forward, adapted=self._adapted(batch))
             x, residual = self._model.blocks(stages.recv(self._empty_hidden(batch), stages.previous), None, forward)
             self._note_experts(batch)
-            if not self.mesh.rank_info.is_last_stage:
+            if stages.next:
                 stages.send(x if residual is None else x + residual, stages.next)
-                return
-            if self._all_states:
+            elif self._head_layers == ():
                 stages.send(self._model.finish(x, residual), stages.next)
             elif len(inputs.requested):
                 stages.send(self._model.finish(x, residual)[inputs.requested], stages.next)
+            if self._head_layers:
+                self._send_tapped(stages.recv(self._empty_tapped(batch), stages.previous))
 
     def close(self) -> None:
         """Close the CPU graph, draft model, adapters and process groups. Called after the last step."""
@@ -564,16 +567,18 @@ class StepExecutor:
         forward, compute = inputs.forward, self._forward
         if self._by_operations(batch):
             forward, compute = replace(forward, adapted=self._adapted(batch)), self._model
-        if self.mesh is None or not self.pipelined:
+        if not self.pipelined:
             chosen = self._chosen_by_graph(batch, inputs)
             hidden = compute(forward) if chosen is None else NOTHING
             experts = self._note_experts(batch)
             return _Begun(batch, inputs.samples, hidden, chosen=chosen, experts=experts, inputs=inputs)
         x, residual = self._model.blocks(self._model.embed(forward), None, forward)
         self._note_experts(batch)
-        stages = self.mesh.axis("pp")
+        stages = self._stages
         stages.send(x if residual is None else x + residual, stages.next)
-        return _Begun(batch, inputs.samples, None, inputs.requested, inputs=inputs)
+        if self._head_layers:
+            self._send_tapped(self._empty_tapped(batch))
+        return _Begun(batch, inputs.samples, NOTHING, inputs.requested, inputs=inputs)
 
     def _with_proposals(self, batch: Batch, inputs: StepInputs) -> StepInputs:
         """Return the inputs with the draft tokens of the GPU's drafter. Without a drafter, return them unchanged."""
@@ -632,7 +637,7 @@ class StepExecutor:
         if self._sampler is None:
             raise RuntimeError("Only rank 0 samples tokens.")
         batch, samples, sampled, vectors = begun.batch, begun.samples, begun.chosen, begun.vectors
-        hidden, prompts = self._final_hidden(begun), None
+        hidden, prompts = begun.hidden, None
         if batch.sampling is not None and sampled is None:
             logits = self._model.logits(hidden[samples.index], self._adapted(batch, samples.index))
             self._write_dump(batch, logits)
@@ -671,27 +676,40 @@ class StepExecutor:
     def _hidden_of_all(self, begun: _Begun, final: Tensor) -> Tensor:
         """Return the hidden states [T, E] of all tokens. The next step may overwrite them.
 
-        `final` is the result of `_final_hidden`. After a step in the CPU graph, it has only the sampled positions.
+        After a step in the CPU graph, `final` has only the sampled positions.
         """
         graph = self._cpu_graph
         return graph.hidden_of_all(len(begun.batch.token_ids)) if begun.in_graph and graph is not None else final
 
-    def _final_hidden(self, begun: _Begun) -> Tensor:
-        """Return the hidden states [T, E] after the final norm.
+    def _received(self, begun: _Begun) -> _Begun:
+        """Return a step of a pipeline with the hidden states that its last stage sends.
 
-        With pipeline parallelism, only the requested positions have valid values, unless `all_states` is set.
+        Only the requested positions have valid hidden states, unless a draft head reads the final hidden states.
         """
-        if begun.hidden is not None:
-            return begun.hidden
-        hidden = self._empty_hidden(begun.batch)
-        if self.mesh is not None and self._all_states:
-            stages = self.mesh.axis("pp")
-            return stages.recv(hidden, stages.previous)
-        if self.mesh is not None and len(begun.requested):
-            stages = self.mesh.axis("pp")
+        hidden, states, stages = self._empty_hidden(begun.batch), None, self._stages
+        if self._head_layers == ():
+            stages.recv(hidden, stages.previous)
+        elif len(begun.requested):
             sent = hidden.new_empty(len(begun.requested), hidden.shape[1])
             hidden[begun.requested] = stages.recv(sent, stages.previous)
-        return hidden
+        if self._head_layers:
+            states = stages.recv(self._empty_tapped(begun.batch), stages.previous)
+        return begun._replace(hidden=hidden, states=states)
+
+    def _send_tapped(self, states: Tensor) -> None:
+        """Write the inputs of this stage's tapped layers into `states` [T, 3E], and send it to the next stage."""
+        parts = states.split(self._model.hidden_size, dim=1)
+        for tapped, part in zip(self._model.tapped, parts, strict=True):
+            if tapped is not None:
+                part.copy_(tapped.values(len(states)))
+        self._stages.send(states, self._stages.next)
+
+    @property
+    def _stages(self) -> Axis:
+        """The stages of the pipeline."""
+        if self.mesh is None:
+            raise RuntimeError("This rank is not in a pipeline.")
+        return self.mesh.axis("pp")
 
     def _keep(self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None) -> Verified | None:
         """Verify draft tokens, and store last tokens (see `SampleInputs.keep`). Every rank with the embedding calls it.
@@ -706,8 +724,11 @@ class StepExecutor:
             ids = self.mesh.axis("tp").broadcast(ids)
         return samples.keep(ids, self.last_tokens, self.lengths, limits)
 
-    def _empty_hidden(self, batch: Batch) -> Tensor:
-        shape = (len(batch.token_ids), self._model.hidden_size)
+    def _empty_tapped(self, batch: Batch) -> Tensor:
+        return self._empty_hidden(batch, len(self._head_layers or ()))
+
+    def _empty_hidden(self, batch: Batch, count: int = 1) -> Tensor:
+        shape = (len(batch.token_ids), count * self._model.hidden_size)
         return torch.zeros(shape, dtype=self._model.dtype, device=self.device.torch_device)
 
     @contextmanager

@@ -24,6 +24,7 @@ from ops.machine import Machine
 from ops.progress import progress_bar
 from ops.select import Kernels, must_compile, select
 from runtime.batch import PageCopy
+from runtime.config.fields import Fields
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ExpertPlan, GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
@@ -46,6 +47,7 @@ from runtime.mesh.rank_info import RankInfo, Stage
 from runtime.mesh.rendezvous import Rendezvous
 from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.modeling.draft_head import DraftHead
+from runtime.models.eagle import tapped_layers
 from runtime.worker.adapters import Adapters
 from runtime.worker.common_step import CommonStep, CommonStepLeader
 from runtime.worker.compiled import CompiledForward, compilable
@@ -103,7 +105,7 @@ class WorkerSetup:
     expert_places: Mapping[str, Sequence[int]] = field(default_factory=dict)
     step_tokens: int = 0  # number of tokens that most steps do not exceed
     two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
-    all_states: bool = False  # see `StepExecutor`
+    head_layers: Sequence[int] | None = None  # see `StepExecutor`
     symmetric_memory: bool = False  # see `Mesh`
     max_drafts: int = 0  # maximum number of draft tokens of a row
     max_step_drafts: int = 0  # maximum number of draft tokens of a step
@@ -144,7 +146,7 @@ class WorkerSetup:
             + schedule.max_running
             + min(schedule.max_drafts * schedule.max_running, schedule.max_step_drafts),
             two_batches=parallel.two_batches,
-            all_states=parallel.pp_size > 1 and plan.draft.algorithm in HEADS,
+            head_layers=_head_layers(plan, models),
             symmetric_memory=parallel.symmetric_memory,
             max_drafts=plan.scheduler.max_drafts,
             max_step_drafts=plan.scheduler.max_step_drafts,
@@ -170,7 +172,7 @@ class WorkerSetup:
             expert_places=body["expert_places"],
             step_tokens=body["step_tokens"],
             two_batches=body["two_batches"],
-            all_states=body["all_states"],
+            head_layers=body["head_layers"],
             symmetric_memory=body["symmetric_memory"],
             max_drafts=body["max_drafts"],
             max_step_drafts=body["max_step_drafts"],
@@ -232,7 +234,6 @@ class ModelWorker:
             )
         self._graphs = setup.graphs
         self._two_batches = setup.two_batches
-        self._all_states = setup.all_states
         self._raw_logprobs = setup.kernels.raw_logprobs
         self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
         if setup.graphs.compile_max_rows:
@@ -396,7 +397,7 @@ class ModelWorker:
             draft_model=None if isinstance(drafter, DeviceDrafter) else drafter,
             device_drafter=drafter if isinstance(drafter, DeviceDrafter) else None,
             experts=self._rank_experts(name, model),
-            all_states=self._all_states,
+            head_layers=self._setup.head_layers,
             dump=_dump(plan, model) if name == TARGET else None,
         )
         num_groups = self.mesh.rank_info.dp_size
@@ -432,6 +433,8 @@ class ModelWorker:
         device = open_device(self.device)
         if loaded.ring is not None:
             loaded.ring.use(device)
+        if self._setup.head_layers:
+            model.tap(self._setup.head_layers, self.kernels.join)
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
         executor = StepExecutor(
             model,
@@ -444,7 +447,7 @@ class ModelWorker:
             weights=self._loaded_weights(loaded, cache, name, fixed=forward is not model),
             adapters=self._adapters if name == TARGET else None,
             experts=self._rank_experts(name, model),
-            all_states=self._all_states,
+            head_layers=self._setup.head_layers,
         )
         if self.mesh.rank_info.dp_size > 1:
             self.common_step = CommonStep(executor, model, pool, self.mesh)
@@ -787,6 +790,14 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
         head_by_group=parallel.head_by_group,
         whole_dense=parallel.whole_dense,
     )
+
+
+def _head_layers(plan: Plan, models: Mapping[str, ModelSetup]) -> Sequence[int] | None:
+    """Return the layers of a pipeline whose inputs a draft head reads (see `StepExecutor`)."""
+    if plan.parallel.pp_size == 1 or plan.draft.algorithm not in HEADS:
+        return None
+    facts = models[DRAFT].facts
+    return tapped_layers(Fields(facts.config, "config.json: ")) if plan.draft.algorithm == "EAGLE3" else ()
 
 
 def _states_of(model: Decoder) -> Callable[[Tensor], Tensor]:

@@ -232,12 +232,13 @@ RANKS: list[dict[str, int]] = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "p
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        ("EAGLE3 small vocabulary", RANKS[0]),
+        ("EAGLE3 small vocabulary", RANKS[2]),
         ("NEXTN deepseek_v3", RANKS[1]),
         *(
             pytest.param(kind, ranks, marks=pytest.mark.long)
             for kind, ranks in [
                 ("EAGLE llama", RANKS[0]),
+                ("EAGLE3 small vocabulary", RANKS[0]),
                 ("EAGLE qwen2", RANKS[2]),
                 ("NEXTN deepseek_v3", RANKS[0]),
                 ("NEXTN glm4_moe", RANKS[1]),

@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "page size 1": {"page_size": 1},
     "page size 4, chunks of 8": {"page_size": 4, "chunked_prefill_size": 8},
     "retracted": {"max_total_tokens": 512, "schedule_conservativeness": 0.0, "page_size": 16},
+    "two stages": {"pp_size": 2, "page_size": 4},
 }
 
 
@@ -74,7 +75,9 @@ async def test_tokens_with_a_tree_are_those_of_plain_decoding(
 ) -> None:
     taken = count_taken(monkeypatch)
     found = await answers(speculative_algorithm="EAGLE3", **TREE, **ALWAYS, **WAYS[way])
-    assert [answer[IDS] for answer in found] == plain
+    # A pipeline rounds the states that it sends, so the same pipeline without drafts is the reference.
+    expected = [answer[IDS] for answer in await answers(pp_size=2)] if "pp_size" in WAYS[way] else plain
+    assert [answer[IDS] for answer in found] == expected
     assert sum(taken) > 5
     for answer in found[len(found) // 2 :]:
         assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer[IDS]

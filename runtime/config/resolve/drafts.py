@@ -178,8 +178,6 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
         return None
     if parallel.enable_dp_attention:
         return "attention groups (--enable-dp-attention) take no draft models yet; use NGRAM"
-    if model == "EAGLE3" and parallel.pp_size > 1:
-        return "its head reads layers of several stages of a pipeline (--pp-size); use NGRAM or STANDALONE"
     load_format = builder.args.model.load_format
     if model in HEADS and parallel.tp_size > 1 and load_format in ("sharded_state", "remote_instance"):
         return f"a draft head needs the whole embedding, but --load-format {load_format} has only a part for each rank"
