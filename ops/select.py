@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ops.cpp.kernel_launcher import KernelLauncher
 
 PREFILL = "prefill_attention"  # key in `choices` for the attention backend of rows with several tokens
+DRAFTS = "draft_attention"  # key in `choices` that says that the same backend computes rows with draft tokens
 
 # operation -> (fields of `Kernels` that a backend file provides, names of the backend files)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -135,15 +136,16 @@ def select(
     """Return the kernels for `choices`, which maps operations to backend files: {"attention": "with_triton"}.
 
     The default of each operation is "native". If `choices` has "prefill_attention", this attention backend computes the
-    rows with several tokens. `settings` maps backend files to keyword arguments of the backend. Raises ValueError for
-    an unknown operation or backend, and `ops.cpp.build.BuildError` if the C++ kernels cannot be compiled.
+    rows with several tokens. Rows with draft tokens are among them only if "draft_attention" is the same backend.
+    `settings` maps backend files to keyword arguments of the backend. Raises ValueError for an unknown operation or
+    backend, and `ops.cpp.build.BuildError` if the C++ kernels cannot be compiled.
     """
     choices, settings = dict(choices or {}), dict(settings or {})
     cpp, launcher = settings.pop("with_cpp", {}), None
     if "with_cpp" in choices.values():
         launcher = _launcher(**cpp)
         settings["with_cpp"] = {"launcher": launcher}
-    prefill = choices.pop(PREFILL, None)
+    prefill, drafts = choices.pop(PREFILL, None), choices.pop(DRAFTS, None)
     for operation in choices:
         if operation not in OPERATIONS:
             raise ValueError(f"Unknown operation '{operation}'. Operations: {', '.join(sorted(OPERATIONS))}.")
@@ -160,7 +162,7 @@ def select(
             callables.update({field: getattr(module, field) for field in fields})
     if len({backends[operation] for operation in ("kv", "norm", "rope")}) > 1:
         callables |= compose(*(callables[field] for field in ("rms_norm", "rotate", "store", "join")))
-    callables["attend"] = _attention(backends["attention"], prefill, settings)
+    callables["attend"] = _attention(backends["attention"], prefill, settings, drafts_by_prefill=drafts is not None)
     backends[PREFILL] = prefill or backends["attention"]
     return Kernels(**callables, backends=backends, launcher=launcher)
 
@@ -205,13 +207,15 @@ def must_compile(compiler: str | None = None) -> bool:
         return False
 
 
-def _attention(decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]]) -> Attend:
+def _attention(
+    decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]], *, drafts_by_prefill: bool
+) -> Attend:
     def make(file: str) -> Attend:
         return _backend("attention", file).make_attend(**settings.get(file, {}))
 
     if prefill is None or prefill == decode:
         return make(decode)
-    return hybrid(make(decode), make(prefill))
+    return hybrid(make(decode), make(prefill), drafts_by_prefill=drafts_by_prefill)
 
 
 def _backend(operation: str, file: str) -> ModuleType:

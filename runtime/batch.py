@@ -138,6 +138,11 @@ class Drafts:
     counts: Ints  # [D], number of draft tokens in each row, >= 1
     branches: Branches | None = None
 
+    @property
+    def all_rows(self) -> frozenset[int]:
+        """The rows with draft tokens, and the branches."""
+        return frozenset(np.concatenate([self.rows, () if self.branches is None else self.branches.rows]).tolist())
+
 
 class Branches(NamedTuple):
     """The M rows with alternatives to draft tokens (`scheduler/branches.py`). They have no output of their own.

@@ -17,7 +17,7 @@ depend only on its own positions, even if other memory contains NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class AttentionMetadata:
     # Tokens whose KV is also stored in a second slot: (indices of the tokens, int64 [R]; metadata with the second
     # slots). Only the cache reads this field.
     repeated: tuple[Tensor, AttentionMetadata] | None = None
+    draft_rows: Collection[int] = ()  # rows with draft tokens; only `hybrid` reads this field
 
     @classmethod
     def build(

@@ -1,4 +1,7 @@
-"""Attention with two backends: one for decode rows (one token), and one for prefill rows (several tokens)."""
+"""Attention with two backends: one for decode rows (one token), and one for prefill rows (several tokens).
+
+Rows with draft tokens are decode rows too, so that their tokens equal those of plain decoding, or else prefill rows.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,25 @@ class Part(NamedTuple):
     metadata: AttentionMetadata
 
 
-def hybrid(decode: Attend, prefill: Attend) -> Attend:
-    """Return an `attend` (see `ops.attention`) with `decode` for rows of one token and `prefill` for longer rows."""
+def hybrid(decode: Attend, prefill: Attend, *, drafts_by_prefill: bool = False) -> Attend:
+    """Return an `attend` (see `ops.attention`) with `decode` for rows of one token and `prefill` for longer rows.
+
+    `drafts_by_prefill` says which of the two computes rows with draft tokens.
+    """
 
     def attend(
         q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> Tensor:
-        counts = metadata.counts_host
-        if all(count == 1 for count in counts):
+        drafted = () if drafts_by_prefill else metadata.draft_rows
+        decodes = [count == 1 or row in drafted for row, count in enumerate(metadata.counts_host)]
+        if all(decodes):
             return decode(q, k_pool, v_pool, metadata, options)
-        if not any(count == 1 for count in counts):
+        if not any(decodes):
             return prefill(q, k_pool, v_pool, metadata, options)
         if __name__ not in metadata.plan_cache:
             metadata.plan_cache[__name__] = tuple(
-                part_of(metadata, [row for row, count in enumerate(counts) if (count == 1) == single])
-                for single in (True, False)
+                part_of(metadata, [row for row, is_decode in enumerate(decodes) if is_decode == wanted])
+                for wanted in (True, False)
             )
         out = torch.empty_like(q)
         for backend, part in zip((decode, prefill), metadata.plan_cache[__name__], strict=True):

@@ -167,7 +167,8 @@ class KernelPlan(Section):
     """The kernels: which file implements each operation, and settings for logits and debugging."""
 
     # Maps each operation to the file that implements it: "native", "with_cpp", "with_triton". If the key
-    # "prefill_attention" exists, the file of "attention" computes only rows of one token.
+    # "prefill_attention" exists, the file of "attention" computes only rows of one token and, without the key
+    # "draft_attention", rows with draft tokens.
     choices: Mapping[str, str] = field(default_factory=dict)
     # Replaces `choices` if the C++ kernels do not compile; None: a compile error is raised.
     fallback: Mapping[str, str] | None = None

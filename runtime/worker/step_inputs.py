@@ -213,6 +213,7 @@ def prepare(
         starts_host=batch.starts.tolist(),
         counts_host=batch.counts.tolist(),
         mutual_spans=() if batch.mutual_spans is None else [(row, *span) for row, *span in batch.mutual_spans.tolist()],
+        draft_rows=() if batch.drafts is None else batch.drafts.all_rows,
     )
     if "repeated_tokens" in on_device:
         again = replace(attention, slot_mapping=on_device["repeated_slots"], plan_cache={})

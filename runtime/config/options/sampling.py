@@ -254,8 +254,12 @@ class SpeculativeArgs:
         "proposes only these tokens, so its LM head is smaller and faster. Default: all tokens.",
         plan="draft.token_map",
     )
-    speculative_attention_mode: str = planned(
-        "prefill",
-        "Attention backend that verifies the drafts: that of prefill or that of decode.",
+    speculative_attention_mode: str = option(
+        "decode",
+        "Attention backend that verifies drafts, if those of prefill and decode differ. Outputs equal those of plain "
+        "decoding only with decode.",
         choices=("prefill", "decode"),
+        plan="kernels.choices",
+        other_unit=True,
+        sglang="prefill",
     )

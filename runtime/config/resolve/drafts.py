@@ -29,6 +29,7 @@ _ALGORITHMS = {  # option -> the algorithms that read it
     "speculative_num_draft_tokens": ("NGRAM", *BY_MODEL),
     "speculative_accept_threshold_single": ("NGRAM", *BY_MODEL),
     "speculative_accept_threshold_acc": ("NGRAM", *BY_MODEL),
+    "speculative_attention_mode": ("NGRAM", *BY_MODEL),
     "speculative_ngram_branch_length": ("NGRAM",),
     "speculative_ngram_min_match_window_size": ("NGRAM",),
     "speculative_ngram_max_match_window_size": ("NGRAM",),
@@ -94,6 +95,18 @@ def draft_decisions(
         "draft_capacity": builder.follow("speculative_ngram_capacity"),
         **_tree(builder, gpu, facts),
     }
+
+
+def drafts_by_prefill(builder: PlanBuilder, gpu: Gpu | None, decode: str, prefill: str) -> bool:
+    """Return whether the attention backend of prefill computes rows with draft tokens."""
+    is_asked = builder.args.speculative.speculative_attention_mode == "prefill"
+    if is_asked and gpu is not None and decode != prefill and not builder.args.graphs.disable_cuda_graph:
+        builder.refuse(
+            "speculative_attention_mode",
+            "--speculative-attention-mode prefill: CUDA graphs compute rows with drafts as rows of one token, with the "
+            f"backend of decode ({decode}), not with {prefill}; leave it out, or set --disable-cuda-graph.",
+        )
+    return is_asked
 
 
 def draft_model_plan(plan: Plan) -> ModelPlan:

@@ -21,6 +21,7 @@ from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, Plan
 from runtime.config.quantization import METHODS, TORCHAO
+from runtime.config.resolve.drafts import drafts_by_prefill
 from runtime.config.resolve.gpu_weights import experts_on_gpu, kept_on_gpu, products_on_gpu
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
@@ -55,6 +56,8 @@ def kernel_plan(
         "prefill_attention": ATTENTION[prefill.value].file,
         "sampling": SAMPLING[sampling.value].file,
     }
+    if drafts_by_prefill(builder, gpu, decode.value, prefill.value):
+        choices["draft_attention"] = choices["prefill_attention"]
     compiled = builder.args.graphs.enable_torch_compile
     if gpu is None:
         by_products, reason = _attends_by_products(builder, machine, dtype)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ def test_each_backend_gets_its_rows() -> None:
         return attend
 
     given = step(Case(((40, 1), (0, 21), (3, 1), (30, 18))))
-    out = hybrid(noting("single"), noting("longer"))(*given, AttentionOptions(1.0))
-    assert seen == {"single": [1, 1], "longer": [21, 18]}
-    assert torch.equal(out, given.q)
+    for draft_rows, by_prefill, single in (((), False, [1, 1]), ((3,), False, [1, 1, 18]), ((3,), True, [1, 1])):
+        drafted = given._replace(inputs=replace(given.inputs, draft_rows=draft_rows, plan_cache={}))
+        attend = hybrid(noting("single"), noting("longer"), drafts_by_prefill=by_prefill)
+        out = attend(*drafted, AttentionOptions(1.0))
+        assert seen == {"single": single, "longer": [21] if 18 in single else [21, 18]}
+        assert torch.equal(out, given.q)

@@ -244,8 +244,7 @@ def test_halves_of_steps_need_ranks_that_share_layers() -> None:
 def test_draft_heads_beside_several_ranks() -> None:
     head: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
     assert plan(**head, tp_size=2).scheduler.max_model_drafts == 4
-    assert plan(**{**head, "speculative_algorithm": "EAGLE"}, pp_size=2).scheduler.max_model_drafts == 4
-    assert "reads layers of several stages" in refusals(**head, pp_size=2)
+    assert plan(**head, pp_size=2).scheduler.max_model_drafts == 4
     assert "needs the whole embedding" in refusals(**head, tp_size=2, load_format="sharded_state")
 
 
@@ -254,6 +253,11 @@ def test_a_gpu_takes_chains_of_a_small_model_on_one_rank() -> None:
     schedule = plan(H200, **small).scheduler
     assert (schedule.max_model_drafts, schedule.draft_constraints) == (4, False)
     assert plan(**small).scheduler.draft_constraints
+    by_prefill: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_attention_mode": "prefill"}
+    assert plan(H200, **by_prefill).kernels.choices["draft_attention"] == "with_triton"
+    by_prefill |= {"prefill_attention_backend": "torch_native"}
+    assert "as rows of one token" in refusals(H200, **by_prefill)
+    assert plan(H200, **by_prefill, disable_cuda_graph=True).kernels.choices["draft_attention"] == "native"
     assert "one chain of drafts, whose ids only the GPU knows" in refusals(H200, **small, speculative_eagle_topk=2)
     assert "run without --enable-torch-compile" in refusals(H200, **small, enable_torch_compile=True)
     assert "states of recurrent layers" in refusals(H200, replace(FACTS, recurrent=True), **small)
