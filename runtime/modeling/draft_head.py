@@ -7,7 +7,7 @@ head uses the target's embedding, and the target's LM head unless the head's che
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
-from runtime.layers.lm_head import LMHead
+from runtime.layers.lm_head import NOT_ADAPTED, LMHead
 from runtime.layers.norm import Norm
 from runtime.layers.pooler import Pooler
 from runtime.layers.weight import Shard, SubLayer, Weighted, parameter
@@ -101,6 +101,15 @@ class DraftHead(Decoder):
             hidden, total = self.norm.add(x, residual)
         self.states = hidden if self.normed_states else total
         return hidden
+
+    def logits(self, hidden: Tensor, adapted: Mapping[int, Tensor] = NOT_ADAPTED) -> Tensor:
+        """Return float32 logits [R, V] of hidden states [R, E]; -inf for tokens that the LM head does not have."""
+        found, ids = super().logits(hidden, adapted), self.token_ids
+        return (
+            found
+            if ids is None
+            else found.new_full((len(found), self.vocab_size), -torch.inf).index_copy_(1, ids, found)
+        )
 
     def project(self, states: Tensor) -> Tensor:
         """Map the joined inputs of three target layers [T, 3E] to [T, E]. Without a projection, return `states`."""

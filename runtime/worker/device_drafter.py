@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.batch import Batch, Ints
@@ -17,35 +15,17 @@ from runtime.modeling.decoder import Decoder
 from runtime.modeling.draft_head import DraftHead
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device
-from runtime.worker.draft_model import NO_BATCH, draft_sampling, drafted_by_model, one_token_each
+from runtime.worker.draft_entries import DraftEntries, EntryRows, draft_sampling, drafted_by_model
 from runtime.worker.drafts import with_device_ids
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 
-# Maximum number of missing cache entries of a sequence. If more are missing, a step computes the newest of them, even
-# if the sequence has no draft tokens in this step.
-MISSING = 62
-
-Longs = NDArray[np.int64]
-
-
-class _Rows(NamedTuple):
-    """The cache entries that a step of the drafter computes: begins[i] .. ends[i] - 1 of the target's row rows[i]."""
-
-    rows: Longs  # [R], rows in the target's batch
-    begins: Longs  # [R]
-    ends: Longs  # [R]
-    # [R], whether tokens are read from the target's step (True) or from the stored ones (False).
-    from_batch: NDArray[np.bool_]
-
 
 class DeviceDrafter:
-    """A draft model or draft head on a GPU. Its KV cache uses the same page ids as the target's.
+    """A draft model or draft head on a GPU.
 
-    *Entry* q of the cache is computed from the token at position q. For a draft head, it is computed from the target's
-    state at q and the token at q + 1 (`shift` = 1). Only the device knows which draft tokens were accepted, so it
-    stores the last tokens and states of each sequence. The host knows only lower bounds on the numbers of computed
-    entries, so a step may compute some entries again.
+    Only the device knows which draft tokens were accepted, so it stores the last tokens and states of each sequence.
+    The host knows only lower bounds on the numbers of computed entries, so a step may compute some entries again.
 
     A step does the following:
 
@@ -69,8 +49,8 @@ class DeviceDrafter:
     ) -> None:
         self._model, self._pool, self._sampler, self._forward = model, pool, sampler, forward
         self._head = model if isinstance(model, DraftHead) else None
-        self._shift = int(self._head is not None)
-        self._kept = kept = MISSING + max_drafts + 2  # the value of position p is stored at index p % `kept`
+        self._entries = DraftEntries(num_sequences, max_drafts, int(self.reads_states))
+        self._kept = kept = self._entries.kept
         self._stagings = [Staging(device) for _ in range(max_drafts + 1)]
         where = device.torch_device
         with torch.inference_mode(), device.forward():
@@ -80,11 +60,6 @@ class DeviceDrafter:
             self._ids = torch.zeros(num_sequences, kept, dtype=torch.int64, device=where)
             size = model.hidden_size if self._head is not None else 0
             self._states = torch.zeros(num_sequences, kept, size, dtype=model.dtype, device=where)
-        # By sequence index: number of computed entries, or a lower bound while draft tokens are in flight.
-        self._computed = np.zeros(num_sequences, np.int64)
-        self._starts = np.zeros(num_sequences, np.int64)  # by sequence index: first position of the newest row
-        # By sequence index: upper bound on the position after the newest row.
-        self._ends = np.zeros(num_sequences, np.int64)
 
     @property
     def pool(self) -> KVPool:
@@ -109,7 +84,7 @@ class DeviceDrafter:
         token_ids = inputs.forward.token_ids
         self._store(batch, inputs, self._ids, token_ids)
         rows, counts = drafted_by_model(batch)
-        todo = self._missing(batch, rows)
+        todo = self._entries.missing(batch, rows)
         if len(todo.rows) and (self._head is None or not todo.from_batch.all()):
             token_ids = self._propose(batch, inputs, token_ids, todo, rows, counts, lengths)
         if not len(rows):
@@ -123,66 +98,30 @@ class DeviceDrafter:
             return
         # A copy, because the drafter's own graphs may overwrite the results of the target's graph.
         states = self._head.project(states.clone())
-        is_prompt = _is_prompt(batch)
-        [prompts] = np.nonzero(is_prompt)
-        if len(prompts):
-            indices = batch.sequence_indices[prompts]
-            starts = batch.starts[prompts].astype(np.int64)
-            begins = np.maximum(self._computed[indices], starts - 1).clip(0)
-            ends = starts + batch.counts[prompts] - 1
-            some = ends > begins
-            self._computed[indices] = ends
-            todo = _Rows(prompts[some], begins[some], ends[some], np.ones(int(some.sum()), np.bool_))
-            if some.any():
-                step, places = self._step(batch, todo)
-                self._compute(step, places, inputs.forward.token_ids, states, self._last_tokens, 0)
+        todo = self._entries.of_prompts(batch)
+        if len(todo.rows):
+            step, places = self._entries.step(batch, todo)
+            self._compute(step, places, inputs.forward.token_ids, states, self._last_tokens, 0)
         self._store(batch, inputs, self._states, states)
-
-    def _missing(self, batch: Batch, drafted: Ints) -> _Rows:
-        """Return the entries that must be computed before this step's draft tokens, and record them as computed."""
-        indices, starts = batch.sequence_indices, batch.starts.astype(np.int64)
-        unknown = np.zeros(len(starts), np.bool_) if batch.unknown_starts is None else batch.unknown_starts
-        is_prompt, shift = _is_prompt(batch), self._shift
-        # A row that does not begin within or right after the newest row of its sequence index belongs to a new sequence
-        # or follows cached pages.
-        continues = (self._starts[indices] <= starts) & (starts <= self._ends[indices])
-        continues &= ~is_prompt | (starts != self._starts[indices])
-        fresh = ~unknown & ~continues
-        self._computed[indices[fresh]] = starts[fresh]
-        self._starts[indices[~unknown]] = starts[~unknown]
-        self._ends[indices] = starts + batch.counts
-        computed = self._computed[indices]
-        wanted = ~is_prompt & (starts - computed > MISSING)
-        wanted[drafted] = True
-        lasts = starts + 1 - shift  # to propose, all entries before these indices are needed
-        begins = np.minimum(np.maximum(computed, lasts - MISSING - 1), np.where(unknown, computed, lasts - 1)).clip(0)
-        self._computed[indices[wanted]] = np.where(unknown, computed + 1, lasts)[wanted]
-        if self._head is None:
-            begins = np.where(is_prompt, starts, begins)
-            lasts = np.where(is_prompt, starts + batch.counts, lasts)
-            self._computed[indices[is_prompt]] = lasts[is_prompt]
-            wanted |= is_prompt
-        [rows] = np.nonzero(wanted)
-        return _Rows(rows, begins[rows], lasts[rows], is_prompt[rows])
 
     def _propose(
         self,
         batch: Batch,
         inputs: StepInputs,
         token_ids: Tensor,
-        todo: _Rows,
+        todo: EntryRows,
         rows: Ints,
         counts: Ints,
         lengths: Tensor,
     ) -> Tensor:
         """Compute the entries `todo`, then propose draft tokens. Return the target's token ids with them, int64 [T]."""
-        step, places = self._step(batch, todo)
+        step, places = self._entries.step(batch, todo)
         firsts = batch.counts.cumsum() - batch.counts
         if len(rows):
             own = np.searchsorted(todo.rows, rows).astype(np.int32)
             begins = step.counts.cumsum(dtype=np.int64)[own] - step.counts[own]
             # Base + the start of the row = index of the entry that yields the first draft token.
-            base = begins - self._shift - todo.begins[own]
+            base = begins - self._entries.shift - todo.begins[own]
             starts = batch.starts[rows].astype(np.int64)
             step = replace(step, sampling=draft_sampling(batch, rows, 1, own, (base + starts).astype(np.int32)))
             places |= {"base": base, "starts": starts, "sequences": batch.sequence_indices[rows].astype(np.int64)}
@@ -199,42 +138,10 @@ class DeviceDrafter:
             if not more.any():
                 break
             kept = np.flatnonzero(more[counts >= number])
-            step = one_token_each(batch, rows[more], number)
-            unknown = None if batch.unknown_starts is None else batch.unknown_starts[rows[more]]
-            step = replace(step, starts=step.starts - np.int32(self._shift), unknown_starts=unknown)
+            step = self._entries.next_step(batch, rows[more], number)
             places = {"kept": kept, "targets": (firsts[rows[more]] + number + 1).astype(np.int64)}
-            found = self._compute(step, places, ids, states, lengths + (number - self._shift), number)
+            found = self._compute(step, places, ids, states, lengths + (number - self._entries.shift), number)
         return token_ids
-
-    def _step(self, batch: Batch, todo: _Rows) -> tuple[Batch, dict[str, np.ndarray]]:
-        """Return the drafter's step that computes these entries, and arrays that say where its inputs are."""
-        rows, begins, ends, from_batch = todo
-        counts = ends - begins
-        owners = np.repeat(np.arange(len(rows)), counts)
-        entries = np.arange(len(owners)) + np.repeat(begins - counts.cumsum() + counts, counts)
-        firsts = (batch.counts.cumsum() - batch.counts)[rows]
-        # For each entry q: index, in the batch's token ids [T], of the token at position q. Used where `own` holds.
-        flat = (firsts - batch.starts[rows])[owners] + entries
-        own = from_batch[owners]
-        step = replace(
-            batch,
-            **NO_BATCH,
-            starts=begins.astype(np.int32),
-            counts=counts.astype(np.int32),
-            sequence_indices=batch.sequence_indices[rows],
-            token_ids=np.zeros(len(owners), np.int32),
-            page_table=batch.page_table[rows],
-            sampling=None,
-            unknown_starts=None,
-        )
-        places: dict[str, np.ndarray] = {
-            "owners": batch.sequence_indices[rows][owners].astype(np.int64),
-            "rows": owners,
-            "entries": entries,
-            "ids": np.where(own, flat + self._shift, -1).astype(np.int64),
-            "states": np.where(own & (entries >= batch.starts[rows][owners]), flat, -1).astype(np.int64),
-        }
-        return step, places
 
     def _compute(
         self,
@@ -257,7 +164,7 @@ class DeviceDrafter:
             tokens = ids[on_device["kept"]]
             read = None if self._head is None or states is None else states[on_device["kept"]]
         else:
-            tokens = self._read(self._ids, on_device, ids, "ids", self._shift)
+            tokens = self._read(self._ids, on_device, ids, "ids", self._entries.shift)
             read = None if self._head is None else self._read(self._states, on_device, states, "states", 0)
         hidden = self._forward(
             replace(
@@ -276,7 +183,8 @@ class DeviceDrafter:
                 starts = torch.where(on_device["unknown"], lengths[on_device["sequences"]].long(), starts)
             index = on_device["base"] + starts
         own = hidden[index] if self._head is None else self._own_states(hidden)[index]
-        return self._choose(hidden[index], step, inputs), own, on_device["targets"]
+        ids = self._sampler.sample(self._model.logits(hidden[index]), step, inputs.samples.more).ids
+        return ids, own, on_device["targets"]
 
     def _read(
         self, stored: Tensor, places: Mapping[str, Tensor], of_step: Tensor | None, name: str, shift: int
@@ -293,15 +201,6 @@ class DeviceDrafter:
         if isinstance(self._forward, CudaGraphRunner):
             return hidden if self._forward.states is None else self._forward.states
         return hidden if self._head is None else self._head.states
-
-    def _choose(self, hidden: Tensor, step: Batch, inputs: StepInputs) -> Tensor:
-        """Choose a token for each of the hidden states [N, E] as the target would. Return int64 [N]."""
-        logits = self._model.logits(hidden)
-        token_map = None if self._head is None else self._head.token_ids
-        if self._head is not None and token_map is not None:
-            whole = logits.new_full((len(logits), self._head.vocab_size), -torch.inf)
-            logits = whole.index_copy_(1, token_map, logits)
-        return self._sampler.sample(logits, step, inputs.samples.more).ids
 
     def _store(self, batch: Batch, inputs: StepInputs, stored: Tensor, values: Tensor) -> None:
         """Store the values [T, ...] of the last tokens of each row."""
@@ -321,11 +220,3 @@ def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
         samples = samples._replace(drafts=with_device_ids(samples.drafts, token_ids))
     samples = samples._replace(more=more._replace(on_device=with_device_ids(more.on_device, token_ids)))
     return inputs._replace(forward=replace(inputs.forward, token_ids=token_ids), samples=samples)
-
-
-def _is_prompt(batch: Batch) -> NDArray[np.bool_]:
-    """Return, for each row, whether it is a prompt: it has several tokens, none of which is a draft token. Bool [B]."""
-    found = batch.counts > 1
-    if batch.drafts is not None:
-        found[batch.drafts.rows] = False
-    return found

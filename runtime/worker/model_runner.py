@@ -38,11 +38,10 @@ from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
 from runtime.worker.device_drafter import DeviceDrafter
-from runtime.worker.draft_head import HeadDrafter
-from runtime.worker.draft_model import DraftModel
 from runtime.worker.drafts import Verified, accept_limits, verify, with_exact_starts, with_proposals
 from runtime.worker.expert_moves import RankExperts
 from runtime.worker.graph_capture import BackgroundCapture
+from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
 from runtime.worker.page_copies import CopyPages, PageCopier
@@ -274,7 +273,7 @@ class StepExecutor:
         copy_pages: CopyPages = native_kv.copy_pages,
         weights: LoadedWeights | None = None,
         adapters: Adapters | None = None,
-        draft_model: DraftModel | HeadDrafter | None = None,
+        draft_model: HostDrafter | None = None,
         device_drafter: DeviceDrafter | None = None,
         experts: RankExperts | None = None,
         head_layers: Sequence[int] | None = None,
@@ -364,7 +363,7 @@ class StepExecutor:
             return
         if self._drafter is not None and self._drafter.reads_states and begun.inputs is not None:
             self._drafter.observe(batch, begun.inputs, self._states(begun, None))
-        if isinstance(self._draft_model, HeadDrafter):
+        if self._draft_model is not None and self._draft_model.reads_states:
             states = self._states(begun, self._cpu_graph)
             trunk = torch.from_numpy(np.flatnonzero(np.repeat(is_trunk(batch), batch.counts)))
             self._draft_model.observe(proposed, states if len(trunk) == len(states) else states[trunk])

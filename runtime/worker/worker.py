@@ -55,10 +55,9 @@ from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
 from runtime.worker.device_drafter import DeviceDrafter
-from runtime.worker.draft_head import HeadDrafter
-from runtime.worker.draft_model import DraftModel
 from runtime.worker.expert_moves import RankExperts
 from runtime.worker.expert_recorder import ExpertRecorder
+from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.layer_ring import LayerRing
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
@@ -646,9 +645,7 @@ class ModelWorker:
         """Return the maximum number of draft tokens in a step."""
         return min(self._setup.max_drafts * cache.num_sequences, self._setup.max_step_drafts)
 
-    def _make_draft_model(
-        self, plan: Plan, device: Device, target: Decoder
-    ) -> DraftModel | HeadDrafter | DeviceDrafter:
+    def _make_draft_model(self, plan: Plan, device: Device, target: Decoder) -> HostDrafter | DeviceDrafter:
         """Return the model or head that proposes tokens. A head is connected to `target` before graphs are captured.
 
         Raises `ConfigurationError` if the model has caches other than pages.
@@ -659,7 +656,7 @@ class ModelWorker:
                 f"--speculative-draft-model-path: {loaded.setup.facts.architecture} has sliding-window or recurrent "
                 "layers, which a draft model must not have; choose another model."
             )
-        decoder, num_sequences = loaded.decoder, cache.num_sequences
+        decoder, num_sequences, most = loaded.decoder, cache.num_sequences, plan.scheduler.max_drafts
         if isinstance(decoder, DraftHead):
             self._share_vocabulary(decoder, target if self._vocabulary is None else self._vocabulary, plan)
             self._vocabulary = None
@@ -671,13 +668,9 @@ class ModelWorker:
             forward = self._make_forward(
                 loaded.setup, decoder, pool, device, cache, chooses=False, keeps_states=is_head
             )
-            most = plan.scheduler.max_drafts
             return DeviceDrafter(decoder, pool, device, sampler, num_sequences, most, forward)
         graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)
-        if isinstance(decoder, DraftHead):
-            most = plan.scheduler.max_drafts
-            return HeadDrafter(decoder, pool, device, sampler, num_sequences, most, graph, plan.scheduler.draft_topk)
-        return DraftModel(decoder, pool, device, sampler, num_sequences, graph, plan.scheduler.draft_topk)
+        return HostDrafter(decoder, pool, device, sampler, num_sequences, most, graph, plan.scheduler.draft_topk)
 
     def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, plan: Plan) -> None:
         """Make a draft head use the embedding and LM head of `vocabulary`.

@@ -24,8 +24,8 @@ from draft_heads import NEXTN, TinyHead
 from runtime.batch import Batch
 from runtime.errors import ConfigurationError
 from runtime.speculative.ngram import NgramDrafter
-from runtime.worker.draft_head import HeadDrafter
-from runtime.worker.draft_model import DraftModel, drafted_by_model
+from runtime.worker.draft_entries import drafted_by_model
+from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.model_runner import StepExecutor
 from serve import Engine
 
@@ -76,8 +76,7 @@ def known_drafts(known: Known) -> Iterator[None]:
             return step(executor, batch)
 
         patch.setattr(StepExecutor, "_propose", noted)
-        for kind in (DraftModel, HeadDrafter):
-            patch.setattr(kind, "propose", _corrected(kind.propose, sequences, known))
+        patch.setattr(HostDrafter, "propose", _corrected(HostDrafter.propose, sequences, known))
         patch.setattr(NgramDrafter, "propose", _found(NgramDrafter.propose, known))
         yield
 

@@ -18,7 +18,7 @@ from runtime.batch import Batch
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.loading.token_map import read_token_map
 from runtime.speculative.gain import DraftGain
-from runtime.worker.draft_head import HeadDrafter
+from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.model_runner import StepExecutor
 from serve import Engine
 
@@ -38,9 +38,9 @@ class Proposals:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[tuple[int, list[int]]] = []
-        propose = HeadDrafter.propose
+        propose = HostDrafter.propose
 
-        def recorded(drafter: HeadDrafter, batch: Batch, last_tokens: Any) -> Batch:
+        def recorded(drafter: HostDrafter, batch: Batch, last_tokens: Any) -> Batch:
             found = propose(drafter, batch, last_tokens)
             if batch.drafts is not None:
                 firsts = np.cumsum(batch.counts) - batch.counts
@@ -49,7 +49,7 @@ class Proposals:
                     self.rows.append((int(batch.starts[row]), found.token_ids[first + 1 : first + 1 + count].tolist()))
             return found
 
-        monkeypatch.setattr(HeadDrafter, "propose", recorded)
+        monkeypatch.setattr(HostDrafter, "propose", recorded)
 
     def take(self) -> list[tuple[int, list[int]]]:
         rows, self.rows = self.rows, []
