@@ -145,7 +145,7 @@ class Drafts:
 
 
 class Branches(NamedTuple):
-    """The M rows with alternatives to draft tokens (`scheduler/branches.py`). They have no output of their own.
+    """The M rows with alternatives to draft tokens (`sequence.Branch`). They have no output of their own.
 
     Row rows[i] begins at the position of draft token depths[i] of row owners[i]. From this position on, it has its own
     ids instead of the draft tokens, and its own pages. It samples at each of its positions. If all earlier draft tokens

@@ -15,7 +15,16 @@ from runtime.speculative.ngram import NgramDrafter
 
 
 class Branch(NamedTuple):
-    """An alternative to a sequence's draft tokens in the step in flight (see `scheduler/branches.py`)."""
+    """An alternative to a sequence's draft tokens in the step in flight, computed in an additional row.
+
+    The row with draft tokens is the *trunk*. The branch shares the first draft tokens of the trunk and then has other
+    tokens. It has its own pages for the positions that it computes, so attention kernels compute it like any other row,
+    and its tokens are the same as without draft tokens.
+
+    If the model samples the branch's first token instead of the trunk's draft token, the output continues in the
+    branch. The branch's pages have all tokens from their first position on, so they replace those of the trunk
+    (`Running.take_branch`). A sequence with branches is therefore in one step at a time.
+    """
 
     depth: int  # number (from 1) of the draft token that the branch's first token replaces
     ids: list[int]

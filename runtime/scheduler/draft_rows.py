@@ -8,7 +8,6 @@ import numpy as np
 
 from runtime.batch import Branches, Drafts, Ints, PageCopy
 from runtime.constraint import DraftData
-from runtime.scheduler.branches import page_copies
 from runtime.sequence import Branch, Sequence
 from runtime.speculative.model_drafts import DRAFT
 
@@ -46,13 +45,17 @@ class DraftRows:
             page_table[row, branch.first_page : branch.first_page + len(branch.pages)] = branch.pages
 
     def page_copies(self, sequences: Seq[Sequence], starts: Seq[int], size: int) -> list[PageCopy]:
-        """Return the copies that branches need (see `branches.page_copies`).
+        """Return the page copies after which each branch's first page has the computed tokens before the branch.
 
         `sequences` and `starts` are the batch's sequences and the first positions of their rows.
         """
-        return page_copies(
-            [(sequences[owner], starts[owner], branch) for owner, branch in self._branches.values()], size
-        )
+        pairs = [
+            (sequences[owner].pages[branch.first_page], branch.pages[0])
+            for owner, branch in self._branches.values()
+            if branch.first_page * size < starts[owner]
+        ]
+        sources, targets = np.array(pairs, np.int32).reshape(-1, 2).T
+        return [PageCopy("device", "device", sources, targets)] if pairs else []
 
     def spread(self, rows: Ints, counts: Seq[int]) -> tuple[Ints, Ints]:
         """Return two arrays [N] for the N sampled positions: their rows and distances from the row's last position.

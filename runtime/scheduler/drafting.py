@@ -8,10 +8,9 @@ from runtime.batch import Batch
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import DraftCounts
-from runtime.scheduler.branches import add_branches
 from runtime.scheduler.request_tables import Running
-from runtime.scheduler.sampling import forbids_ends
-from runtime.sequence import Sequence
+from runtime.scheduler.sampling import forbids_ends, is_penalised
+from runtime.sequence import Branch, Sequence
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.gain import DraftGain
 from runtime.speculative.model_drafts import ModelDrafter
@@ -119,10 +118,22 @@ class Drafting:
         return False
 
     def branch(self, proposed: Mapping[Sequence, list[int]]) -> None:
-        """Add branches to sequences whose draft rows will be added next, and allocate the branches' pages."""
-        if self._branches:
-            left = self._max_step - sum(map(len, proposed.values()))
-            add_branches(proposed, self._cache, left, len(self._running))
+        """Add branches to sequences whose draft rows will be added next, and allocate the branches' pages.
+
+        One free page is left for each running sequence. Sequences with a constraint or penalties get no branches,
+        because both depend on the tokens before each position of a row.
+        """
+        left, size = self._max_step - sum(map(len, proposed.values())), self._cache.page_size
+        for sequence, trunk in proposed.items() if self._branches else ():
+            if sequence.drafter is None or sequence.constraint is not None or is_penalised(sequence):
+                continue
+            for depth, ids in sequence.drafter.alternatives(trunk):
+                first = sequence.num_computed + depth  # position of the branch's first id
+                num_pages = (first + len(ids) - 1) // size - first // size + 1
+                left -= len(ids)
+                if left < 0 or self._cache.num_available - len(self._running) < num_pages:
+                    return
+                sequence.branches.append(Branch(depth, ids, first // size, self._cache.allocate(num_pages)))
 
     def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record how many of a row's draft tokens were proposed and accepted."""

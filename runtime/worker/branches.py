@@ -1,4 +1,4 @@
-"""Accepts tokens of branches (`scheduler/branches.py`) after the accepted draft tokens of a row."""
+"""Accepts tokens of branches (`sequence.Branch`) after the accepted draft tokens of a row."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class DeviceDrafter:
         max_drafts: int,
         forward: Forward,
     ) -> None:
-        self._model, self._pool, self._sampler, self._forward = model, pool, sampler, forward
+        self.pool = pool  # has the same page ids as the target's pool
+        self._model, self._sampler, self._forward = model, sampler, forward
         self._head = model if isinstance(model, DraftHead) else None
         self._entries = DraftEntries(num_sequences, max_drafts, int(self.reads_states))
         self._kept = kept = self._entries.kept
@@ -60,11 +61,6 @@ class DeviceDrafter:
             self._ids = torch.zeros(num_sequences, kept, dtype=torch.int64, device=where)
             size = model.hidden_size if self._head is not None else 0
             self._states = torch.zeros(num_sequences, kept, size, dtype=model.dtype, device=where)
-
-    @property
-    def pool(self) -> KVPool:
-        """The KV pool of the drafter. It has the same page ids as the target's pool."""
-        return self._pool
 
     @property
     def graphs(self) -> CudaGraphRunner | None:
@@ -158,7 +154,7 @@ class DeviceDrafter:
         with the drafter's own `states`. Otherwise `ids` and `states` are those of the target's step.
         """
         more = {**self._sampler.arrays(step), **{f"drafter.{name}": array for name, array in places.items()}}
-        inputs = prepare(step, self._pool, self._stagings[number], self._last_tokens, more, lengths=lengths)
+        inputs = prepare(step, self.pool, self._stagings[number], self._last_tokens, more, lengths=lengths)
         on_device = {name.removeprefix("drafter."): array for name, array in inputs.samples.more.on_device.items()}
         if "kept" in on_device:
             tokens = ids[on_device["kept"]]

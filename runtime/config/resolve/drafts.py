@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from ops.backends import ATTENTION
@@ -19,28 +20,12 @@ MODEL_STEP_DRAFTS = 16
 DEMO_HEAD = "draft_head"  # folder of the draft head in the demo model's folder
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")  # algorithms with layers that read the model's hidden states
 BY_MODEL = ("STANDALONE", *HEADS)
-_ALGORITHMS = {  # option -> the algorithms that read it
-    "speculative_draft_model_path": BY_MODEL,
-    "speculative_draft_model_revision": BY_MODEL,
+ALGORITHMS = ("NGRAM", *BY_MODEL)
+_READERS = {  # option -> the algorithms that read it; of the other options, NGRAM reads those with "ngram" in the name
     "speculative_token_map": ("EAGLE", "NEXTN"),
-    "speculative_num_steps": BY_MODEL,
-    "speculative_eagle_topk": BY_MODEL,
-    "speculative_adaptive": ("NGRAM", *BY_MODEL),
-    "speculative_num_draft_tokens": ("NGRAM", *BY_MODEL),
-    "speculative_accept_threshold_single": ("NGRAM", *BY_MODEL),
-    "speculative_accept_threshold_acc": ("NGRAM", *BY_MODEL),
-    "speculative_attention_mode": ("NGRAM", *BY_MODEL),
-    "speculative_ngram_branch_length": ("NGRAM",),
-    "speculative_ngram_min_match_window_size": ("NGRAM",),
-    "speculative_ngram_max_match_window_size": ("NGRAM",),
-    "speculative_ngram_match_type": ("NGRAM",),
-    "speculative_ngram_min_bfs_breadth": ("NGRAM",),
-    "speculative_ngram_max_bfs_breadth": ("NGRAM",),
-    "speculative_ngram_max_trie_depth": ("NGRAM",),
-    "speculative_ngram_capacity": ("NGRAM",),
+    **dict.fromkeys([f"speculative_{name}" for name in ("num_steps", "eagle_topk")], BY_MODEL),
+    **dict.fromkeys([f"speculative_draft_model_{name}" for name in ("path", "revision")], BY_MODEL),
 }
-
-
 _NUMBERS = ("max_drafts", "max_lookup_drafts", "max_model_drafts")
 
 
@@ -52,9 +37,7 @@ def draft_plan(builder: PlanBuilder, demo_path: str | None) -> DraftPlan:
     if algorithm == "EAGLE3" and path.value is None and is_demo:
         path = Decision(str(Path(demo_path or "", DEMO_HEAD)), "the demo model's draft head")
     if algorithm in ("STANDALONE", "EAGLE", "EAGLE3") and path.value is None:
-        needed = (
-            "a small model with the same vocabulary" if algorithm == "STANDALONE" else "a head trained for the model"
-        )
+        needed = "a small model with the same vocabulary" if algorithm == "STANDALONE" else "a head trained for it"
         builder.refuse(
             "speculative_algorithm",
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path, {needed}.",
@@ -73,8 +56,7 @@ def draft_decisions(
 ) -> dict[str, Decision]:
     """Return the decisions about draft tokens for the scheduler's section of the plan."""
     by_model = model_method(builder) is not None
-    for option, algorithms in _ALGORITHMS.items():
-        _check_used(builder, option, algorithms)
+    _check_used(builder)
     step_drafts = Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts")
     if by_model and gpu is None:
         step_drafts = Decision(MODEL_STEP_DRAFTS, "on a CPU, larger steps with more drafts do not pay")
@@ -154,10 +136,14 @@ def model_method(builder: PlanBuilder) -> str | None:
     return next((method for method in methods(builder) if method in BY_MODEL), None)
 
 
-def _check_used(builder: PlanBuilder, option: str, algorithms: tuple[str, ...]) -> None:
-    if builder.args.changed(option) and not set(methods(builder)) & set(algorithms):
-        flag = "--" + option.replace("_", "-")
-        builder.refuse(option, f"{flag} needs --speculative-algorithm {' or '.join(algorithms)}.")
+def _check_used(builder: PlanBuilder) -> None:
+    """Refuse options that no method reads."""
+    for option in (field.name for field in fields(builder.args.speculative)):
+        readers = _READERS.get(option, ("NGRAM",) if "ngram" in option else ALGORITHMS)
+        is_method = option in ("speculative_algorithm", "speculative_config")
+        if not is_method and builder.args.changed(option) and not set(methods(builder)) & set(readers):
+            flag = "--" + option.replace("_", "-")
+            builder.refuse(option, f"{flag} needs --speculative-algorithm {' or '.join(readers)}.")
 
 
 def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str, Decision]:
@@ -213,28 +199,22 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: Mo
     As in SGLang, --speculative-num-draft-tokens also counts the token before the draft tokens. If the model is
     `chained` with prompt lookup, this option applies to prompt lookup only.
     """
-    args = builder.args.speculative
+    args, why = builder.args.speculative, None
     steps, tokens = args.speculative_num_steps, None if chained else args.speculative_num_draft_tokens
-    if args.speculative_eagle_topk > 1:
-        most = steps or MODEL_DRAFTS
-        if tokens is None or tokens == 1 or most < tokens:
-            return Decision(most, "by --speculative-num-steps" if steps else f"the default for {method}")
+    is_chain = args.speculative_eagle_topk == 1
+    if is_chain and tokens is not None and steps is not None and tokens != steps + 1:
+        why = (
+            f"a chain of --speculative-num-steps {steps} has {steps + 1} tokens with the one that it follows; leave it "
+            "out"
+        )
+    elif tokens == 1:
+        why = "the token that drafts follow counts too; set at least 2"
+    if why is not None:
+        builder.refuse("speculative_num_draft_tokens", f"--speculative-num-draft-tokens {tokens}: {why}.")
+    if tokens is not None and (steps is None if is_chain else (steps or MODEL_DRAFTS) >= tokens):
         return Decision(tokens - 1, "by --speculative-num-draft-tokens, without the token that drafts follow")
-    if tokens is not None and steps is not None and tokens != steps + 1:
-        builder.refuse(
-            "speculative_num_draft_tokens",
-            f"--speculative-num-draft-tokens {tokens}: a chain of --speculative-num-steps {steps} has {steps + 1} "
-            "tokens with the one that it follows; leave it out.",
-        )
-    if tokens == 1:
-        builder.refuse(
-            "speculative_num_draft_tokens",
-            "--speculative-num-draft-tokens 1: the token that drafts follow counts too; set at least 2.",
-        )
     if steps is not None:
         return Decision(steps, "by --speculative-num-steps")
-    if tokens is not None:
-        return Decision(tokens - 1, "by --speculative-num-draft-tokens, without the token that drafts follow")
     if facts.recurrent:
         return Decision(1, "recurrent layers can take back one token")
     return Decision(MODEL_DRAFTS, f"the default for {method}")
@@ -309,20 +289,17 @@ def _draft_windows(builder: PlanBuilder) -> Decision[tuple[int, int]]:
     low, high = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
     if args.speculative_ngram_max_trie_depth is not None:
         high = min(high, args.speculative_ngram_max_trie_depth - 1)
-    if low > high:
-        builder.refuse(
-            "speculative_ngram_min_match_window_size",
-            f"--speculative-ngram-min-match-window-size {low} exceeds the largest window of {high}.",
-        )
+    _check_range(builder, "speculative_ngram_min_match_window_size", low, high, "the largest window")
     return Decision((low, high), "the shortest and the longest n-gram that is looked up")
 
 
 def _breadths(builder: PlanBuilder) -> Decision[tuple[int, int]]:
     args = builder.args.speculative
     low, high = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
-    if low > high:
-        builder.refuse(
-            "speculative_ngram_min_bfs_breadth",
-            f"--speculative-ngram-min-bfs-breadth {low} exceeds --speculative-ngram-max-bfs-breadth {high}.",
-        )
+    _check_range(builder, "speculative_ngram_min_bfs_breadth", low, high, "--speculative-ngram-max-bfs-breadth")
     return Decision((low, high), "continuations after the longest and after the shortest n-grams")
+
+
+def _check_range(builder: PlanBuilder, option: str, low: int, high: int, limit: str) -> None:
+    if low > high:
+        builder.refuse(option, f"--{option.replace('_', '-')} {low} exceeds {limit} of {high}.")
