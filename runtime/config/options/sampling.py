@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ops.backends import SAMPLING
-from runtime.config.option_spec import Json, option, planned, refused
+from runtime.config.option_spec import Json, option, refused
 
 CHAINS = tuple(f"NGRAM,{method}" for method in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"))
 

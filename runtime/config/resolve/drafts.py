@@ -137,11 +137,11 @@ def model_method(builder: PlanBuilder) -> str | None:
 
 
 def _check_used(builder: PlanBuilder) -> None:
-    """Refuse options that no method reads."""
+    """Refuse options that no method reads. SGLang's launch lines may name the attention mode without a method."""
     for option in (field.name for field in fields(builder.args.speculative)):
         readers = _READERS.get(option, ("NGRAM",) if "ngram" in option else ALGORITHMS)
-        is_method = option in ("speculative_algorithm", "speculative_config")
-        if not is_method and builder.args.changed(option) and not set(methods(builder)) & set(readers):
+        is_read = option in ("speculative_algorithm", "speculative_config", "speculative_attention_mode")
+        if not is_read and builder.args.changed(option) and not set(methods(builder)) & set(readers):
             flag = "--" + option.replace("_", "-")
             builder.refuse(option, f"{flag} needs --speculative-algorithm {' or '.join(readers)}.")
 
