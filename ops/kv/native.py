@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,12 +35,15 @@ def store(
         pool.view(index_dtype).view(-1, head_dim).index_copy_(0, metadata.plan_cache[key], vectors.view(index_dtype))
 
 
-def copy_pages(source: Tensor, target: Tensor, source_pages: Tensor, target_pages: Tensor) -> None:
-    """Copy pages from one pool to another (see `ops.kv`). Waits for the GPU if a pool is in host memory."""
-    if source.dtype.itemsize == 1:  # torch cannot index float8 tensors; copy them as bytes
-        source, target = source.view(torch.uint8), target.view(torch.uint8)
-    pages = source.index_select(0, source_pages.to(source.device))
-    target.index_copy_(0, target_pages.to(target.device), pages.to(target.device))
+def copy_pages(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], source_pages: Tensor, target_pages: Tensor
+) -> None:
+    """Copy pages between pools (see `ops.kv`). Waits for the GPU if a pool is in host memory."""
+    for source, target in zip(sources, targets, strict=True):
+        if source.dtype.itemsize == 1:  # torch cannot index float8 tensors; copy them as bytes
+            source, target = source.view(torch.uint8), target.view(torch.uint8)
+        pages = source.index_select(0, source_pages.to(source.device))
+        target.index_copy_(0, target_pages.to(target.device), pages.to(target.device))
 
 
 def _converted(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -4,6 +4,8 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -49,13 +51,23 @@ def store(
     )
 
 
-def copy_pages(source: Tensor, target: Tensor, source_pages: Tensor, target_pages: Tensor) -> None:
-    """Copy pages from one pool to another (see `ops.kv`)."""
-    page_elements = source[0].numel()
-    grid = (len(source_pages), triton.cdiv(page_elements, COPY_BLOCK))
-    _copy_kernel[grid](
-        source, target, source_pages, target_pages, source.stride(0), target.stride(0), page_elements, BLOCK=COPY_BLOCK
-    )
+def copy_pages(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], source_pages: Tensor, target_pages: Tensor
+) -> None:
+    """Copy pages between pools (see `ops.kv`)."""
+    for source, target in zip(sources, targets, strict=True):
+        page_elements = source[0].numel()
+        grid = (len(source_pages), triton.cdiv(page_elements, COPY_BLOCK))
+        _copy_kernel[grid](
+            source,
+            target,
+            source_pages,
+            target_pages,
+            source.stride(0),
+            target.stride(0),
+            page_elements,
+            BLOCK=COPY_BLOCK,
+        )
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.worker.device import Device
 from runtime.worker.step_inputs import Staging
 
-CopyPages = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # see `ops.kv`
+CopyPages = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor], None]  # see `ops.kv`
 
 
 class PageCopier:
@@ -25,8 +25,8 @@ class PageCopier:
     def __init__(self, pools: Sequence[KVPool], copy_pages: CopyPages, device: Device, staging: Staging) -> None:
         """Create the copier. `pools` has the pool of each model of the rank. The models share one page table."""
         self._pools = {
-            "device": [cache for pool in pools for cache in pool.paged.values()],
-            "host": [cache for pool in pools for cache in pool.host.values()],
+            "device": [tensor for pool in pools for cache in pool.paged.values() for tensor in cache.tensors],
+            "host": [tensor for pool in pools for cache in pool.host.values() for tensor in cache.tensors],
         }
         self._copy_pages = copy_pages
         self._device = device
@@ -41,13 +41,10 @@ class PageCopier:
         self._device.order("copy", "forward")
 
     def _enqueue_one(self, copy: PageCopy) -> None:
-        sources, targets = self._pools[copy.source], self._pools[copy.target]
         pages = self._staging.copy(
             {
                 "source": copy.source_pages.astype(np.int64),
                 "target": copy.target_pages.astype(np.int64),
             }
         )
-        for source, target in zip(sources, targets, strict=True):
-            for from_tensor, to_tensor in zip(source.tensors, target.tensors, strict=True):
-                self._copy_pages(from_tensor, to_tensor, pages["source"], pages["target"])
+        self._copy_pages(self._pools[copy.source], self._pools[copy.target], pages["source"], pages["target"])

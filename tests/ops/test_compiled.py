@@ -149,7 +149,7 @@ def _store(pool_dtype: torch.dtype) -> None:
 
 def _copy() -> None:
     pages = torch.zeros(3, dtype=torch.int64)
-    _backend("kv").copy_pages(*_pools(), pages, pages)
+    _backend("kv").copy_pages(*([pool] for pool in _pools()), pages, pages)
 
 
 def _attend(

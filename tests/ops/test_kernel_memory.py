@@ -35,7 +35,7 @@ def test_a_program_that_reads_what_another_writes_is_noticed() -> None:
 
     pool = torch.zeros(4, 2, 4, 8)
     with pytest.raises(kernel_memory.MemoryFault, match="reads what another program writes"):
-        with_triton.copy_pages(pool, pool, torch.tensor([0, 1]), torch.tensor([1, 2]))
+        with_triton.copy_pages([pool], [pool], torch.tensor([0, 1]), torch.tensor([1, 2]))
 
 
 def test_every_launch_is_checked() -> None:

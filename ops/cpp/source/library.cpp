@@ -38,7 +38,7 @@ const Size STRUCTURE_SIZES[] = {
     SIZE(CombineOperands), SIZE(AttendBidirectionalOperands), SIZE(ConvolveOperands), SIZE(RecurOperands),
     SIZE(ProductHeadsOperands), SIZE(CopyHeadsOperands), SIZE(EmbedGroupsOperands), SIZE(DrawOperands),
     SIZE(PoolRowsOperands), SIZE(AttendExpandedOperands), SIZE(AnglesOperands), SIZE(Media),
-    SIZE(AddLowRankOperands), SIZE(ScoreOperands),
+    SIZE(AddLowRankOperands), SIZE(ScoreOperands), SIZE(CopyPagesOperands),
     {nullptr, 0},
 };
 

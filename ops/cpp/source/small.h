@@ -1,9 +1,10 @@
-// Operations on single tokens: norms, rotary embedding, gated activations, cache writes. Contracts: ops/norm, ops/rope,
-// ops/activation, ops/kv.
+// Operations on single tokens: norms, rotary embedding, gated activations, cache writes. Copies of pages. Contracts:
+// ops/norm, ops/rope, ops/activation, ops/kv.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "float8.h"
 #include "simd.h"
@@ -230,6 +231,34 @@ template <class T>
 void store_kv(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const StoreOperands*>(operands);
     threads.share(step.num_tokens, [&](int64_t token) { store_token<T>(o, step, token); });
+}
+
+// Copies of pages from each of several pools to a pool of the same layout.
+struct CopyPagesOperands {
+    const int64_t* pools;         // [pools, 5]: see PoolPair
+    const int64_t* source_pages;  // [N]
+    const int64_t* target_pages;  // [N]
+    int64_t num_pools;
+    int64_t num_pages;            // N
+};
+
+struct PoolPair {
+    int64_t source, target;                // addresses of the first pages
+    int64_t source_stride, target_stride;  // bytes from one page to the next
+    int64_t page_bytes;
+};
+
+template <class T>
+void copy_pages(const void* operands, const Step&, ThreadGroup& threads) {
+    const auto& o = *static_cast<const CopyPagesOperands*>(operands);
+    const auto* pools = reinterpret_cast<const PoolPair*>(o.pools);
+    threads.share(o.num_pages, [&](int64_t i) {
+        for (const PoolPair* pool = pools; pool < pools + o.num_pools; pool++) {
+            const auto* source = reinterpret_cast<const char*>(pool->source + o.source_pages[i] * pool->source_stride);
+            auto* target = reinterpret_cast<char*>(pool->target + o.target_pages[i] * pool->target_stride);
+            std::memcpy(target, source, pool->page_bytes);
+        }
+    });
 }
 
 // Rotation and cache write in one pass over the tokens.

@@ -67,8 +67,8 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     sources = torch.tensor([9, 11])
     other = torch.zeros_like(v_pool[:3]).repeat(1, 2, 1, 1)[:, : v_pool.shape[1]]  # pages with a gap after each
     for pool in (k_pool, v_pool):
-        backend.copy_pages(pool, pool, sources, torch.tensor([0, 3]))
-    backend.copy_pages(v_pool, other, sources, torch.tensor([0, 1]))
+        backend.copy_pages([pool], [pool], sources, torch.tensor([0, 3]))
+    backend.copy_pages([v_pool], [other], sources, torch.tensor([0, 1]))
     return [*stored, k_pool.float(), v_pool.float(), other.float()]
 
 
