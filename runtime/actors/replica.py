@@ -186,7 +186,7 @@ class _ReplicaLoader:
         self._plan, cache, kinds, reason = size_cache(self._plan, worker, memory, steps)
         plan = self._plan
         num_tier_pages, page_bytes = _size_tier(plan, worker, cache.num_pages)
-        cache = replace(cache, num_host_pages=cache.num_host_pages + num_tier_pages)
+        cache = replace(cache, num_host_pages=cache.num_host_pages + num_tier_pages, num_tier_pages=num_tier_pages)
         kv_bytes = await self._join(worker, cache)
         num_tokens = cache.num_pages * cache.page_size
         logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", num_tokens, kv_bytes / GIB)

@@ -78,6 +78,13 @@ class KVPool(dict[int, Any]):
         return cls(specs, num_pages, page_size, dtype, device, num_host_pages=num_host_pages)
 
     @property
+    def host_tensors(self) -> list[torch.Tensor]:
+        """The tensors that hold the host pages. Their first dimension is `num_host_pages`."""
+        if self.host_blocks is not None:
+            return [self.host_blocks]
+        return [tensor for cache in self.host.values() for tensor in cache.tensors]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all caches on the device."""
         return sum(cache.nbytes for cache in self.values())

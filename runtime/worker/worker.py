@@ -55,6 +55,7 @@ from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
 from runtime.worker.device_drafter import DeviceDrafter
+from runtime.worker.early_memory import allocate_early
 from runtime.worker.expert_moves import RankExperts
 from runtime.worker.expert_recorder import ExpertRecorder
 from runtime.worker.host_drafter import HostDrafter
@@ -192,6 +193,7 @@ class CacheSetup:
     # Name -> number of units, for all cache kinds other than pages.
     kinds: Mapping[str, int] = field(default_factory=dict)
     num_host_pages: int = 0  # number of pages in host memory
+    num_tier_pages: int = 0  # the last of these pages, whose memory is allocated at the start
     host_blocks: bool = False  # whether each host page is one contiguous block over all layers
     direct_copies: bool = False  # whether a GPU copies pages with library calls instead of a kernel
 
@@ -353,6 +355,8 @@ class ModelWorker:
         for name, model in self._models.items():
             model.pool = self._make_pool(name, cache)
             num_bytes += model.pool.nbytes
+            if cache.num_tier_pages and self.device.type == "cpu":  # a GPU's driver has allocated and locked the memory
+                allocate_early(model.pool.host_tensors, cache.num_host_pages - cache.num_tier_pages)
         return num_bytes
 
     def lead(self, plan: Plan, name: str) -> StepExecutor:
