@@ -34,7 +34,8 @@ class PageStore(Protocol):
     """Stores pages by key. Implement this protocol for your own store (`--hicache-storage-backend dynamic`).
 
     The constructor gets a `StoreSpace` and the mapping of `--hicache-storage-backend-extra-config`. Methods are called
-    from several threads, and may block. They may raise any exception; the page then counts as missing.
+    from several threads, and may block. They may raise any exception; the page then counts as missing, and the first
+    exception is logged.
     """
 
     def exists(self, keys: Sequence[bytes]) -> int:
@@ -64,7 +65,10 @@ class PageStore(Protocol):
 
 @runtime_checkable
 class ReadsMany(Protocol):
-    """A store that can read several pages in one request, which saves round trips to another machine."""
+    """A store that can read several pages in one request, which saves round trips to another machine.
+
+    `get` is then not called.
+    """
 
     def get_many(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> int:
         """Read pages; `pages` has the buffers of each page. Return the number of leading pages that were read."""
@@ -101,7 +105,9 @@ class CheckedStore:
             return len(keys)
         checksums = [bytearray(CHECKSUM_BYTES) for _ in keys]
         parts = [[page, memoryview(checksum)] for page, checksum in zip(pages, checksums, strict=True)]
-        count = self.store.get_many(keys, parts)
+        count: Any = self.store.get_many(keys, parts)
+        if type(count) is not int or not 0 <= count <= len(keys):
+            raise TypeError(f"get_many must return the number of leading pages that it read, not {count!r:.80}.")
         for number, (key, page, checksum) in enumerate(zip(keys[:count], pages, checksums)):
             if self._checksum(key, page) != checksum:
                 self.num_corrupt += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +17,8 @@ from runtime.page_store.opening import open_store
 from runtime.page_store.peers import OfferedPages
 from runtime.page_store.protocol import CHECKSUM_BYTES, CheckedStore, StoreSpace
 from runtime.worker.device import Device, Event
+
+logger = logging.getLogger("penstock.core")
 
 DEFAULT_THREADS = 2
 READ_AT_ONCE = 64  # maximum number of pages in one read from the store
@@ -38,6 +41,7 @@ class PageIO:
         self._store: CheckedStore | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._num_corrupt = 0  # number of corrupt pages in stores that were attached before
+        self._has_logged = False  # whether an error of the attached store was logged
 
     @property
     def page_bytes(self) -> int:
@@ -53,7 +57,7 @@ class PageIO:
         except ConfigurationError as error:
             raise InvalidRequest(str(error)) from error
         self.detach()
-        self._store = CheckedStore(store, quick=backend in ("prefill", "decode"))
+        self._store, self._has_logged = CheckedStore(store, quick=backend in ("prefill", "decode")), False
         num_threads = int(config.get("threads", DEFAULT_THREADS))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-pages")
 
@@ -107,6 +111,13 @@ class PageIO:
         self._device.order("copy", "forward")
         return self._store, self._threads, self._device.record()
 
+    def _log_first(self, error: Exception) -> None:
+        """Log the first error of the attached store. Later errors are only counted."""
+        if not self._has_logged:
+            self._has_logged = True
+            text = "Storage failed: %s: %s. Further errors count as missing or failed pages, and are not logged."
+            logger.warning(text, type(error).__name__, error)
+
     def _load(self, store: CheckedStore, items: list[tuple[bytes, int]], reached: Event) -> dict[str, int]:
         reached.wait()
         count = 0
@@ -116,7 +127,8 @@ class PageIO:
                 break
             try:
                 number = self._read(store, part)
-            except Exception:  # after any error of the store, the pages count as missing
+            except Exception as error:  # after any error of the store, the pages count as missing
+                self._log_first(error)
                 break
             count += number
             if number < len(part):
@@ -131,7 +143,8 @@ class PageIO:
                 break
             try:
                 store.set(key, self._bytes_of(page))
-            except Exception:  # any error of the store, for example a full disk
+            except Exception as error:  # any error of the store, for example a full disk
+                self._log_first(error)
                 failed += 1
         return {"failed": failed, "us": round((time.monotonic() - began_s) * 1e6)}
 
