@@ -135,6 +135,7 @@ class Request:
     on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; set only by callers in this process
     counted: bool = True  # whether metrics count the request; False for health checks
     label: str = field(default_factory=lambda: uuid4().hex)
+    batch: str | None = None  # the client's name for the whole call, if `label` is this name with a number
     owner: str = ""
     caller: Caller = ANONYMOUS
     id: int = field(default_factory=lambda: next(_request_ids))
@@ -152,7 +153,7 @@ class Request:
 
 def renewed(request: Request, ids: tuple[int, ...]) -> Request:
     """Return a new request with the same parameters, a new `id` and `label`, and these token ids."""
-    return replace(request, ids=ids, label=uuid4().hex, id=next(_request_ids))
+    return replace(request, ids=ids, label=uuid4().hex, batch=None, id=next(_request_ids))
 
 
 def with_grammar(request: Request) -> Request:

@@ -257,8 +257,8 @@ class EngineCore:
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
         """Abort every request whose label starts with `label`. Return the number of aborted requests.
 
-        With `owner`, only this owner's requests are aborted. With `exact`, only requests are aborted whose label is
-        `label` or one of the numbered labels ("label_0") that a batch derives from it.
+        With `owner`, only this owner's requests are aborted. With `exact`, only the request with this label is aborted,
+        or the requests of the batch that the client has given this name.
         """
         return self._requests.abort_label(label, owner=owner, exact=exact)
 

@@ -231,15 +231,14 @@ class LiveRequests:
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
         """Abort every request whose label starts with `label`. Return the number of aborted requests.
 
-        With `owner`, only this owner's requests are aborted. With `exact`, only requests are aborted whose label is
-        `label` or one of the numbered labels ("label_0") that a batch derives from it.
+        With `owner`, only this owner's requests are aborted. With `exact`, only the request with this label is aborted,
+        or the requests of the batch that the client has given this name.
         """
-        matches = _is_label if exact else str.startswith
-        ids = [
-            live.request.id
-            for live in self
-            if (owner is None or live.request.owner == owner) and matches(live.request.label, label)
-        ]
+        requests = [live.request for live in self if owner is None or live.request.owner == owner]
+        if exact:
+            ids = [request.id for request in requests if label in (request.label, request.batch)]
+        else:
+            ids = [request.id for request in requests if request.label.startswith(label)]
         for request_id in ids:
             self.abort(request_id)
         return len(ids)
@@ -271,9 +270,3 @@ class LiveRequests:
     async def wait_idle(self) -> None:
         """Return when no request is live."""
         await self._idle.wait()
-
-
-def _is_label(label: str, wanted: str) -> bool:
-    """Return whether the label is `wanted`, or a numbered label that a batch derived from `wanted`."""
-    name, _, number = label.rpartition("_")
-    return label == wanted or (name == wanted and number.isdecimal())

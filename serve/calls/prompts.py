@@ -80,6 +80,11 @@ def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[s
     return rid
 
 
+def batch_of(rid: str | list[str] | None, *, is_batch: bool) -> str | None:
+    """Return the value of `Request.batch`: the `rid` from which `labels_of` derives the labels of a batch, or None."""
+    return rid if is_batch and isinstance(rid, str) else None
+
+
 def namespaces_of(
     cache_salt: str | list[str] | None, extra_key: str | list[str] | None, count: int
 ) -> list[tuple[str | None, str | None] | None]:

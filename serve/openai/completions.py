@@ -24,6 +24,7 @@ from serve.calls.errors import ended
 from serve.calls.hidden_states import last_hidden
 from serve.calls.logprobs import CompletionLogprobs, prompt_logprobs, with_top
 from serve.calls.prompts import (
+    batch_of,
     check_choices,
     check_parts,
     labels_of,
@@ -131,6 +132,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             service=service_of(body.timeout_s, body.service_tier, body.prompt_cache_key, body.session_id),
             lora=adapter,
             label=label,
+            batch=batch_of(rid, is_batch=is_batch),
         )
         for prompt, namespace, label, adapter in zip(prompts, namespaces, labels, adapters, strict=True)
     ]

@@ -23,7 +23,7 @@ from serve.calls.chat.request import ChatRequest
 from serve.calls.chat_completions.messages import read_message
 from serve.calls.chat_completions.schema import Message
 from serve.calls.decode import Length, NotBuilt, Range
-from serve.calls.prompts import MAX_MESSAGES, AdapterName, Ids, Label, Texts, labels_of, vector_requests
+from serve.calls.prompts import MAX_MESSAGES, AdapterName, Ids, Label, Texts, batch_of, labels_of, vector_requests
 from serve.calls.served_model import adapters_of, choose_model
 from serve.calls.vectors import check_vectors, vector_of
 from serve.calls.work_budget import prompt_ids
@@ -107,6 +107,7 @@ def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Reques
             add_special_tokens=body.add_special_tokens,
             lora=adapter,
             label=label,
+            batch=batch_of(body.rid, is_batch=is_batch),
         )
         for prompt, label, adapter in zip(prompts, labels, adapters, strict=True)
     ]

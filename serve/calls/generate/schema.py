@@ -28,6 +28,7 @@ from serve.calls.prompts import (
     Texts,
     Tier,
     Timeout,
+    batch_of,
     check_choices,
     check_length,
     check_parts,
@@ -121,6 +122,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
         raise InvalidRequest("n must be the same for all prompts of a batch.", param="sampling_params")
     check_choices(count, sampling[0].n)
     labels, logprobs = _labels(body, count), _logprobs(body, count)
+    batch = batch_of(body.rid, is_batch=body.is_batch)
     namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
     priorities = spread(body.priority, count, "priority")
     adapters = spread(body.lora_path, count, "lora_path")
@@ -158,6 +160,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
             session=session,
             counted=body.log_metrics,
             label=labels[index],
+            batch=batch,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,16 @@ async def test_labels_are_matched_by_their_beginning():
     assert requests.abort_label("a-") == 2
     assert [live.request.label for live in requests] == ["b-1"]
     assert requests.abort_label("") == 1
+
+
+async def test_an_exact_label_also_means_the_batch_of_this_name():
+    requests = LiveRequests()
+    for label, batch in (("a", None), ("a_0", None), ("b_0", "b"), ("b_1", "b"), ("b_2", None)):
+        requests.add(replace(request(label), batch=batch))
+    assert requests.abort_label("a", exact=True) == 1
+    assert requests.abort_label("b", exact=True) == 2
+    assert requests.abort_label("", exact=True) == 0
+    assert [live.request.label for live in requests] == ["a_0", "b_2"]
 
 
 def test_an_observer_that_is_added_twice_is_removed_once() -> None:

@@ -292,7 +292,8 @@ async def test_without_keys_the_address_counts(serve: Serve) -> None:
 async def test_stranger_without_a_key_ends_only_what_it_can_name(serve: Serve) -> None:
     served = await serve(held=True, **BEYOND)
     asked = asyncio.create_task(served.post("/generate", text=["a", "b"], rid="mine"))
-    while served.core.num_open < 2:
+    other = asyncio.create_task(served.post("/generate", text="c", rid="mine_2"))
+    while served.core.num_open < 3:
         await asyncio.sleep(0)
     assert (await served.http.post("/abort_request", json={"abort_all": True})).status_code == 403
     assert (await served.http.post("/abort_request", json={"rid": "m"})).status_code == 200
@@ -300,6 +301,9 @@ async def test_stranger_without_a_key_ends_only_what_it_can_name(serve: Serve) -
     assert (await served.http.post("/abort_request", json={"rid": "mine"})).status_code == 200
     await asked
     assert len(served.core.aborted) == 2
+    assert (await served.http.post("/abort_request", json={"rid": "mine_2"})).status_code == 200
+    await other
+    assert len(served.core.aborted) == 3
 
 
 @pytest.mark.parametrize(

@@ -254,14 +254,14 @@ def test_an_adapters_name_means_one_folder() -> None:
         with pytest.raises(InvalidRequest, match="another name"):
             llm.generate(PROMPTS[0], greedy, use_tqdm=False, lora_request=LoRARequest("a", 2, second))
         engine = llm.llm_engine  # a request may be aborted while its adapter is being loaded
-        for name in ("1", "10"):
+        for name in ("1", "1_0"):
             long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
             engine.add_request(name, PROMPTS[0], long, lora_request=LoRARequest("b", 2, second))
         engine.abort_request("1")
         ends: dict[str, str | None] = {}
         while engine.has_unfinished_requests():
             ends |= {each.request_id: each.outputs[0].finish_reason for each in engine.step() if each.finished}
-        assert ends == {"1": "abort", "10": "length"}
+        assert ends == {"1": "abort", "1_0": "length"}
 
 
 def test_metrics_are_objects(llm: LLM) -> None:
