@@ -1,4 +1,8 @@
-"""Experts on several ranks: a layer whose results are summed, the same with all-to-all, and balance of a skewed load.
+"""Experts on several ranks: ways to combine their results, and the balance of a skewed load.
+
+sum         each rank's partial results of all tokens are summed by one all-reduce
+scattered   the same sum by a reduce-scatter and an all-gather
+all-to-all  each result is sent to the rank that owns its token, and an all-gather follows
 
 Each rank is a process. Forms take turns, so that other work on the machine affects them alike. Times are of rank 0.
 """
@@ -19,6 +23,7 @@ import torch
 from bench import PROGRAM
 from ops.select import select
 from runtime.experts.balance import balanced
+from runtime.experts.placement import in_order, placed
 from runtime.layers import expert_sharing
 from runtime.layers.build import Build
 from runtime.layers.expert_sharing import ExpertSharing
@@ -30,7 +35,7 @@ from runtime.mesh.rendezvous import Rendezvous
 from serve.bench.options import new_parser
 
 TOKENS = (1, 64, 1024)
-FORMS = ("sum", "all_to_all")
+FORMS = ("sum", "scattered", "all-to-all")
 WARM_UP, NEVER = 3, 2**31
 
 
@@ -54,8 +59,11 @@ def main(words: Sequence[str]) -> int:
         rows = results.get()
         for process in processes:
             process.join()
-    print("tokens | sum, ms | all-to-all, ms | share of the sum that is communication | ratio")
-    for row in rows:
+    print("tokens | " + " | ".join(f"{form}, ms | of it communication | {form} / sum" for form in FORMS))
+    for row in rows[: len(TOKENS)]:
+        print(" | ".join(row))
+    print("\ntokens, load as 1 / n | in order, ms | balanced, ms | balanced / in order")
+    for row in rows[len(TOKENS) :]:
         print(" | ".join(row))
     print("\nload as 1 / n | utilization before | after")
     for row in _skewed(options.experts, options.ranks):
@@ -87,27 +95,72 @@ def _measure(mesh: Mesh, options: dict[str, Any]) -> list[list[str]]:
     torch.manual_seed(1)  # the same router on every rank
     layer.router.get_parameter("weight").data.normal_()
     layer.prepare()
-    rows = []
-    for tokens in TOKENS:
-        x: torch.Tensor = torch.randn(tokens, size)
-        batch: Any = SimpleNamespace(adapted={})  # the layer reads nothing else
-        times: dict[str, list[float]] = {form: [] for form in (*FORMS, "reduce")}
-        for turn in range(WARM_UP + options["repeats"]):
-            for form in FORMS:
-                expert_sharing.EXCHANGE_TOKENS = 1 if form == "all_to_all" else NEVER
-                _time(times[form], mesh, partial(layer, x, batch))
-            _time(times["reduce"], mesh, partial(mesh.axis("tp").all_reduce, x.clone()))
+    rows = [_forms(mesh, layer, sharing, torch.randn(tokens, size), options) for tokens in TOKENS]
+    return rows + [_balance(mesh, layer, sharing, torch.randn(tokens, size), options) for tokens in TOKENS]
+
+
+def _forms(mesh: Mesh, layer: MoE, sharing: ExpertSharing, x: torch.Tensor, options: dict[str, Any]) -> list[str]:
+    """Return a row with the time of each form for tokens x [T, E], and of its communication alone."""
+    axis = mesh.axis("tp")
+    batch: Any = SimpleNamespace(adapted={})  # the layer reads nothing else of a batch
+    all_reduce, num_experts = axis.all_reduce, options["experts"]
+    chosen = torch.rand(len(x), num_experts).topk(options["top_k"]).indices.to(torch.int32)
+    sizes = [len(part) for part in x.tensor_split(axis.size)]
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        return axis.all_gather(axis.reduce_scatter(x, sizes), sizes)
+
+    alone: dict[str, Callable[[], object]] = {
+        "sum": lambda: all_reduce(x.clone()),
+        "scattered": lambda: scattered(x),
+        "all-to-all": lambda: sharing.combine(layer.layer_number, chosen, num_experts, lambda tokens: x[tokens]),
+    }
+    times: dict[tuple[str, bool], list[float]] = {(form, whole): [] for form in FORMS for whole in (True, False)}
+    for turn in range(WARM_UP + options["repeats"]):
+        for form in FORMS:
+            expert_sharing.EXCHANGE_TOKENS = 1 if form == "all-to-all" else NEVER
+            axis.all_reduce = scattered if form == "scattered" else all_reduce
+            _time(times[form, True], all_reduce, partial(layer, x, batch))
+            _time(times[form, False], all_reduce, alone[form])
+        axis.all_reduce = all_reduce
+        if turn < WARM_UP:
+            for each in times.values():
+                each.clear()
+    found = {each: median(values) for each, values in times.items()}
+    row = [str(len(x))]
+    for form in FORMS:
+        whole = found[form, True]
+        row += [f"{whole * 1e3:.2f}", f"{min(1, found[form, False] / whole):.0%}", f"{whole / found['sum', True]:.2f}"]
+    return row
+
+
+def _balance(mesh: Mesh, layer: MoE, sharing: ExpertSharing, x: torch.Tensor, options: dict[str, Any]) -> list[str]:
+    """Return a row with the layer's time under a skewed load, with experts in order and balanced."""
+    axis, num_experts = mesh.axis("tp"), options["experts"]
+    batch: Any = SimpleNamespace(adapted={})
+    load = [1000 / (1 + expert) for expert in range(num_experts)]
+    chosen = torch.multinomial(torch.tensor(load).expand(len(x), -1), options["top_k"]).to(torch.int32)
+
+    def choose(layer: int, experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+        return chosen  # the same on all ranks
+
+    sharing.choose = choose
+    slots = balanced({0: load}, num_slots=num_experts, num_ranks=axis.size)[0]
+    placements = {"in order": in_order(num_experts, axis.size), "balanced": placed(slots, num_experts, axis.size)}
+    times: dict[str, list[float]] = {name: [] for name in placements}
+    expert_sharing.EXCHANGE_TOKENS = NEVER
+    for turn in range(WARM_UP + options["repeats"]):
+        for name, placement in placements.items():
+            sharing.place(layer.layer_number, placement)  # the weights need not move for a measurement
+            _time(times[name], axis.all_reduce, partial(layer, x, batch))
             if turn < WARM_UP:
-                for each in times.values():
-                    each.clear()
-        whole, exchanged, reduce = (median(each) for each in times.values())
-        cells = (f"{whole * 1e3:.2f}", f"{exchanged * 1e3:.2f}", f"{reduce / whole:.0%}", f"{exchanged / whole:.2f}")
-        rows.append([str(tokens), *cells])
-    return rows
+                times[name].clear()
+    before, after = (median(each) for each in times.values())
+    return [str(len(x)), f"{before * 1e3:.2f}", f"{after * 1e3:.2f}", f"{after / before:.2f}"]
 
 
-def _time(times: list[float], mesh: Mesh, call: Callable[[], object]) -> None:
-    mesh.axis("tp").all_reduce(torch.zeros(1))  # begin together
+def _time(times: list[float], all_reduce: Callable[[torch.Tensor], object], call: Callable[[], object]) -> None:
+    all_reduce(torch.zeros(1))  # begin together
     began = perf_counter()
     call()
     times.append(perf_counter() - began)
