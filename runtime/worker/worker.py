@@ -568,13 +568,15 @@ class ModelWorker:
         return {index: spec for (model, index), spec in self.cache_specs.items() if model == name}
 
     def _make_pool(self, name: str, cache: CacheSetup) -> KVPool:
+        """Allocate the KV pool of a model. Draft models ignore the cache kinds of the served model."""
+        own = {spec.kind for spec in self._specs_of(name).values()}
         return KVPool(
             local_specs(self._specs_of(name), self._info_of(name, self.mesh.rank_info), self._num_layers[name]),
             cache.num_pages,
             cache.page_size,
             getattr(torch, cache.kv_dtype),
             self.device,
-            kinds=cache.kinds,
+            kinds={kind: count for kind, count in cache.kinds.items() if kind in own or name == TARGET},
             num_host_pages=cache.num_host_pages,
             in_blocks=cache.host_blocks,
         )

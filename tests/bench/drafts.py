@@ -48,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--families", nargs="*", help="of the matrix; default: all, or none with another option")
     options.add_argument("--methods", nargs="*", default=[], help="of the matrix, such as EAGLE3; default: all")
     options.add_argument("--tp-size", type=int, default=1, help="ranks of the matrix's engines")
+    options.add_argument("--results", type=Path, help="file to which the results of the matrix are appended")
+    options.add_argument("--page", type=Path, help="only print docs/speculation-families.md from such a file")
     options.add_argument("--demo", type=int, default=0, help="prompts of the demo model")
     options.add_argument("--speed", action="store_true", help="measure ratios to plain decoding")
     options.add_argument("--requests", type=int, default=16, help="requests of each measurement")
@@ -59,10 +61,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the study. Return 1 if a token differs."""
     args = parser().parse_args(argv)
+    if args.page is not None:
+        from bench.draft_results import page
+
+        print(page(args.page), end="")
+        return 0
     families = args.families
     if families is None:
         families = [] if args.demo or args.speed or args.shape else FAMILIES
-    wrong = _matrix(families, args.methods, args.tp_size) if families else 0
+    wrong = _matrix(families, args.methods, args.tp_size, args.results) if families else 0
     with TemporaryDirectory(prefix="penstock-drafts-") as folder:
         if args.demo:
             wrong += asyncio.run(_demo(args.demo, Path(folder)))
@@ -76,9 +83,10 @@ def main(argv: Sequence[str]) -> int:
 # --- tokens ---
 
 
-def _matrix(families: Sequence[str], wanted: Sequence[str], tp_size: int) -> int:
+def _matrix(families: Sequence[str], wanted: Sequence[str], tp_size: int, results: Path | None) -> int:
     """Print a line for each family and method. Return the number of different outputs."""
     import draft_matrix
+    from bench.draft_results import append
 
     total, ranks = 0, {"tp_size": tp_size} if tp_size > 1 else {}
     for family in families:
@@ -86,13 +94,16 @@ def _matrix(families: Sequence[str], wanted: Sequence[str], tp_size: int) -> int
             if wanted and method not in wanted:
                 continue
             found = draft_matrix.compare(family, method, **ranks)
+            if results is not None:
+                append(results, family, method, tp_size, found)
             if found is None:
                 print(f"{family:18}{method:18}takes one chain only", flush=True)
                 continue
             total += len(found.different)
+            graph = "" if found.in_graph else ", no CPU graph"
             print(
                 f"{family:18}{method:18}{len(found.different)} different, {found.accepted} drafts accepted, "
-                f"{found.retracted} retractions {'; '.join(found.different)}",
+                f"{found.retracted} retractions{graph} {'; '.join(found.different)}",
                 flush=True,
             )
     return total

@@ -44,6 +44,8 @@ NEXTN_KINDS = {"deepseek_v3": "NEXTN deepseek_v3", "glm4_moe": "NEXTN glm4_moe",
 NEXTN_KINDS |= {"qwen2": "NEXTN mimo"}
 assert set(NEXTN_KINDS.values()) == NEXTN.keys()
 WITH_ADAPTER = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "deepseek_v3", "mixtral", "qwen3_next", "gpt_oss")
+HEAD = {"head_dim": 16}  # a size that the C++ kernels support, so that steps run in CPU graphs, as usual
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 RANKS = ("tp_size", "pp_size", "dp_size", "enable_dp_attention")
 # Chunked prompts, cached prefixes at every page of 4, and a pool so small that sequences are retracted.
 TIGHT: dict[str, Any] = {
@@ -58,6 +60,8 @@ class Found(NamedTuple):
     different: list[str]  # "way: call" of each output that differs from plain decoding
     accepted: int  # number of accepted drafts
     retracted: int  # number of retractions
+    num_outputs: int  # number of compared outputs
+    in_graph: bool  # whether the served model's steps ran in the CPU graph
 
 
 @contextmanager
@@ -196,13 +200,16 @@ def compare(family: str, method: str, **options: Any) -> Found | None:
     own |= _adapters(requests, path) | (TREES[name] if is_tree else {})
     known = {tuple(request["input_ids"]): expected[each] for each, request in requests.items()}
 
-    async def answers() -> tuple[dict[str, list[dict[str, Any]]], int]:
+    async def answers() -> tuple[dict[str, list[dict[str, Any]]], int, bool]:
         async with Engine(path, log_level="error", random_seed=1, **own) as engine:
-            return await outputs(engine, requests), engine.status().num_retracted
+            found = await outputs(engine, requests)
+            runner: Any = engine.core.schedulers[0].runner
+            graph = getattr(getattr(runner, "_executor", None), "_cpu_graph", None)
+            return found, engine.status().num_retracted, graph is not None
 
     with known_drafts(known):
         try:
-            found, retracted = asyncio.run(answers())
+            found, retracted, in_graph = asyncio.run(answers())
         except ConfigurationError as error:
             if is_tree and ONE_CHAIN in str(error):
                 return None
@@ -214,7 +221,8 @@ def compare(family: str, method: str, **options: Any) -> Found | None:
         if answer["output_ids"] != expected[call]
     ]
     metas = [answer["meta_info"] for each in found.values() for answer in each]
-    return Found(different, sum(meta.get("spec_num_correct_drafts", 0) for meta in metas), retracted)
+    accepted = sum(meta.get("spec_num_correct_drafts", 0) for meta in metas)
+    return Found(different, accepted, retracted, len(metas), in_graph)
 
 
 def methods(family: str) -> tuple[str, ...]:
@@ -226,9 +234,9 @@ def _model(family: str, method: str) -> tuple[str, dict[str, Any]]:
     """Return the path of a model, and the options that name its draft model or head."""
     if method == "NEXTN":
         return str(_head(NEXTN_KINDS[family]).target), {}
-    path, model = tiny_models.cached(family), method.split(",")[-1]
+    path, model = tiny_models.cached(family, "byte_bpe", **_shape(family)), method.split(",")[-1]
     if model == "STANDALONE":
-        return path, {"speculative_draft_model_path": tiny_models.cached("llama")}
+        return path, {"speculative_draft_model_path": tiny_models.cached("llama", "byte_bpe", **HEAD)}
     if model in ("EAGLE", "EAGLE3"):
         kind = "EAGLE llama" if model == "EAGLE" else "EAGLE3 small vocabulary"
         return path, {"speculative_draft_model_path": str(_head(kind, _size(path)).head)}
@@ -239,7 +247,11 @@ def _model(family: str, method: str) -> tuple[str, dict[str, Any]]:
 def _head(kind: str, size: int = 32) -> TinyHead:
     folder = Path(_FOLDER.name) / f"{kind} {size}".replace(" ", "-")
     folder.mkdir()
-    return TinyHead(folder, kind, hidden_size=size, head_dim=size // 4) if size != 32 else TinyHead(folder, kind)
+    return TinyHead(folder, kind, hidden_size=size, **_shape(NEXTN.get(kind, "llama")))
+
+
+def _shape(family: str) -> dict[str, int]:
+    return {**HEAD, **LATENT} if family in ("deepseek_v2", "deepseek_v3", "minicpm3") else HEAD
 
 
 def _size(path: str) -> int:

@@ -39,3 +39,4 @@ def test_tokens_are_those_of_plain_decoding(family: str, method: str, ranks: dic
     assert found is not None
     assert found.different == []
     assert found.accepted > 100
+    assert found.in_graph or ranks  # as for real models: the default path, not operation by operation
