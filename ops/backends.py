@@ -151,6 +151,16 @@ class AttentionBackend(Backend):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBackend(Backend):
+    """An implementation of mixtures of experts."""
+
+    # Major number of the GPU's compute capability -> formats of experts that the kernels read: "16 bits", "MXFP4",
+    # "float8 blocks" (one scale per block of 128 x 128 numbers). {}: every format.
+    formats: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    file_on: Mapping[int, str] = field(default_factory=dict)  # major number -> `file` on GPUs of this generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBackend(Backend):
     """An implementation of sampling."""
 
@@ -247,14 +257,31 @@ SAMPLING: Mapping[str, SamplingBackend] = {
 # selects another one (C++ kernels on a CPU, --lora-backend, --enable-torch-compile).
 SMALL_OPERATIONS = ("activation", "kv", "low_rank", "norm", "rope")
 # Implementations of experts besides C++ and torch. The first is the default on a GPU that can run it.
-EXPERTS: Mapping[str, Backend] = {
-    "triton": ATTENTION["triton"],
-    "flashinfer_cutlass": Backend(
+EXPERTS: Mapping[str, ExpertBackend] = {
+    "triton": ExpertBackend(file="with_triton", kernels="our own in Triton", needs=GpuWith("triton"), captured=True),
+    "flashinfer_cutlass": ExpertBackend(
         file="with_flashinfer",
-        kernels="FlashInfer's CUTLASS kernels, for experts in 16 bits, and on Hopper in float8 with one scale per "
-        "block of 128 x 128 numbers",
+        kernels="FlashInfer's CUTLASS kernels, for experts in 16 bits, and on Hopper in MXFP4, and in float8 with one "
+        "scale per block of 128 x 128 numbers",
         needs=GpuWith("flashinfer-python", generations=(9, 10), compiled=FLASHINFER_COMPILED),
         captured=True,
+        formats={9: ("16 bits", "MXFP4", "float8 blocks"), 10: ("16 bits",)},
+    ),
+    "flashinfer_mxfp4": ExpertBackend(
+        file="with_trtllm_gen",
+        file_on={9: "with_flashinfer"},
+        kernels="FlashInfer's kernels for gpt-oss's MXFP4 experts, TensorRT-LLM's on Blackwell and CUTLASS's on Hopper",
+        needs=GpuWith("flashinfer-python", generations=(9, 10), compiled=FLASHINFER_COMPILED),
+        captured=True,
+        formats={9: ("MXFP4",), 10: ("MXFP4",)},
+    ),
+    "flashinfer_trtllm": ExpertBackend(
+        file="with_trtllm_gen",
+        kernels="TensorRT-LLM's kernels in FlashInfer, for experts in MXFP4, and in float8 with one scale per block of "
+        "128 x 128 numbers",
+        needs=GpuWith("flashinfer-python", generations=(10,), compiled=FLASHINFER_COMPILED),
+        captured=True,
+        formats={10: ("MXFP4", "float8 blocks")},
     ),
 }
 # Implementations of products with float8 weights that have one scale per block of 128 x 128 numbers. Triton is the

@@ -48,7 +48,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "moe": (
         ("route", "mix", "prepare_experts", "prepare_grouped_experts", "one_expert"),
-        ("native", "with_cpp", "with_flashinfer", "with_triton"),
+        ("native", "with_cpp", "with_flashinfer", "with_triton", "with_trtllm_gen"),
     ),
     "norm": (
         ("rms_norm", "add_rms_norm", "add_rms_norm_round", "layer_norm", "add_layer_norm", "add"),
@@ -158,6 +158,8 @@ def select(
             continue
         if file == "with_cpp":
             callables.update(module.make(launcher))
+        elif file == "with_trtllm_gen":
+            callables.update(module.make(**settings.get(file, {})))
         else:
             callables.update({field: getattr(module, field) for field in fields})
     if len({backends[operation] for operation in ("kv", "norm", "rope")}) > 1:

@@ -1,26 +1,41 @@
 """Mixtures of experts with FlashInfer's fused CUTLASS kernels: sort, two grouped products, activation and sum.
 
-Written for flashinfer-python 0.6.13. The kernels compute experts in float16 and bfloat16, and on Hopper in float8 with
-one scale per block of 128 x 128 numbers. In their weights, the rows of `up` come before the rows of the gate. Triton
-kernels compute the routing, and unquantised mixtures in other dtypes.
+Written for flashinfer-python 0.6.13 and 0.7.2. The kernels compute experts in float16 and bfloat16, and on Hopper in
+MXFP4 with inputs in bfloat16, and in float8 with one scale per block of 128 x 128 numbers. In their weights, the rows
+of `up` come before the rows of the gate. Triton kernels compute the routing, and unquantised mixtures in other dtypes.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ops.matmul.block_scaled import BLOCK, block_scales, has_blocks
-from ops.matmul.grouped import GroupedWeight
-from ops.matmul.with_triton import Parts, pack
+from ops.matmul.block_scaled import BLOCK, has_blocks
 from ops.moe import GroupedMixture, Mixture, with_triton
+from ops.moe.fused_weights import (
+    Fp4,
+    FusedWeight,
+    clamped_swiglu,
+    fuse,
+    halves,
+    is_mxfp4,
+    mxfp4,
+    padded,
+    padded_bias,
+    round_up,
+)
+from ops.moe.up_first import pack_blocks, swapped
 from ops.moe.with_triton import route
 
 __all__ = ["mix", "one_expert", "prepare_experts", "prepare_grouped_experts", "route"]
 
 ALIGNMENT = 8  # the kernels read 16 bytes at a time
+MXFP4_MULTIPLE = 128  # sizes of MXFP4 experts are padded to a multiple of this
+ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
 class UpFirst(Tensor):
@@ -40,40 +55,67 @@ def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
             f"flashinfer_cutlass needs sizes of experts that are multiples of {ALIGNMENT}, not {down.shape[1]} and "
             f"{down.shape[2]}. Use --moe-runner-backend triton."
         )
-    bias = None if gate_up_bias is None else _swapped(gate_up_bias.detach()).as_subclass(UpFirst)
-    return Mixture(_swapped(gate_up.detach()).as_subclass(UpFirst), down, bias, down_bias)
+    bias = None if gate_up_bias is None else swapped(gate_up_bias.detach()).as_subclass(UpFirst)
+    return Mixture(swapped(gate_up.detach()).as_subclass(UpFirst), down, bias, down_bias)
 
 
 def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
-    """Return packed float8 weights with `up` before the gate (see `ops.moe`).
+    """Return packed weights with `up` before the gate (see `ops.moe`).
 
     Raises ValueError for weights that the kernels do not read.
     """
     gate_up, down, *biases = mixture
-    rows = gate_up.codes.shape[1] // 2
-    swapped = gate_up._replace(codes=_swapped(gate_up.codes), scales=_swapped(gate_up.scales))
-    up_first, packed = _pack(swapped), _pack(down)
-    is_divided = rows % BLOCK != 0  # one block has rows of `up` and of the gate
-    is_biased = any(bias is not None for bias in biases)
-    if up_first is None or packed is None or is_divided or is_biased or dtype != torch.bfloat16:
+    if dtype == torch.bfloat16 and is_mxfp4(gate_up) and is_mxfp4(down):
+        return _prepare_mxfp4(mixture)
+    packed = pack_blocks(gate_up, down)
+    if packed is None or any(bias is not None for bias in biases) or dtype != torch.bfloat16:
         raise ValueError(
-            f"flashinfer_cutlass reads quantised experts only in float8 with one scale per block of {BLOCK} x {BLOCK} "
-            f"numbers, for bfloat16, without biases, and with inner sizes on each rank that are multiples of {BLOCK}. "
-            "Use --moe-runner-backend triton."
+            f"FlashInfer's CUTLASS kernels read quantised experts only in MXFP4, or in float8 with one scale per block "
+            f"of {BLOCK} x {BLOCK} numbers without biases and with inner sizes on each rank that are multiples of "
+            f"{BLOCK}, for bfloat16. Use --moe-runner-backend triton."
         )
-    return Mixture(up_first, packed)
+    return packed
+
+
+def _prepare_mxfp4(mixture: GroupedMixture) -> Mixture:
+    gate_up, down, gate_up_bias, down_bias = mixture
+    num_experts, size, inner_size = down.codes.shape
+    wide, inner = round_up(size, MXFP4_MULTIPLE), round_up(inner_size, MXFP4_MULTIPLE)
+    gate, up = (padded(each, inner, wide) for each in halves(mxfp4(gate_up)))
+    first = Fp4(*(torch.cat(rows, dim=1) for rows in zip(up, gate, strict=True)))
+    bias = None
+    if gate_up_bias is not None:
+        gate_bias, up_bias = (F.pad(each, (0, inner - inner_size)) for each in gate_up_bias.detach().chunk(2, dim=1))
+        bias = torch.cat((up_bias, gate_bias), dim=1)
+    limits = clamped_swiglu(num_experts, down.codes.device)
+    return Mixture(
+        fuse(gate_up.codes.shape, (*_interleaved(first), limits)),
+        fuse(down.codes.shape, _interleaved(padded(mxfp4(down), wide, inner))),
+        bias,
+        padded_bias(down_bias, wide),
+    )
+
+
+def _interleaved(weight: Fp4) -> tuple[Tensor, Tensor]:
+    """Return codes and scales in the layout of FlashInfer's mixed products for Hopper, which its version decides."""
+    library = import_module("flashinfer.fused_moe")
+    codes = library.interleave_moe_weights_for_sm90_mixed_gemm(weight.codes.contiguous(), "fp4")
+    scales = library.interleave_moe_scales_for_sm90_mixed_gemm(weight.scales.contiguous())
+    return codes, scales.view(torch.int32)
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
     """Return the weights of one expert, with the gate before `up` (see `ops.moe`)."""
     gate_up, down, gate_up_bias, down_bias = mixture
+    if isinstance(gate_up, FusedWeight):
+        raise ValueError("Experts in the layout of FlashInfer's kernels are not readable one by one.")
     if isinstance(gate_up, UpFirst):
         one = slice(expert, expert + 1)
         mixture, expert = (
             Mixture(
-                _swapped(gate_up[one].as_subclass(Tensor)),
+                swapped(gate_up[one].as_subclass(Tensor)),
                 down[one],
-                None if gate_up_bias is None else _swapped(gate_up_bias[one].as_subclass(Tensor)),
+                None if gate_up_bias is None else swapped(gate_up_bias[one].as_subclass(Tensor)),
                 None if down_bias is None else down_bias[one],
             ),
             0,
@@ -92,43 +134,45 @@ def mix(
 ) -> Tensor:
     """Return the weighted sum of each token's experts. Raise ValueError for an activation that the kernels lack."""
     gate_up, down, gate_up_bias, down_bias = mixture
-    if not isinstance(gate_up, UpFirst) and not has_blocks(gate_up):
+    if not isinstance(gate_up, UpFirst | FusedWeight) and not has_blocks(gate_up):
         return with_triton.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
-    if activation != "silu":
+    if activation not in ACTIVATIONS or (activation != "silu" and has_blocks(gate_up)):
         raise ValueError(
-            f"flashinfer_cutlass computes experts with silu, not with {activation}. Use --moe-runner-backend triton."
+            f"FlashInfer's CUTLASS kernels do not compute experts with {activation}. Use --moe-runner-backend triton."
         )
     if weigh_inputs:
         if experts.shape[1] > 1:
             raise ValueError("flashinfer_cutlass cannot weigh the inputs of several experts. Use triton.")
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    run, quant_scales = import_module("flashinfer.fused_moe").cutlass_fused_moe, None
-    if is_float8 := has_blocks(gate_up):
-        (gate_up, up_scales, _), (down, down_scales, _) = gate_up.parts, down.parts  # type: ignore[attr-defined]
-        quant_scales = [up_scales, down_scales]
-    return run(
-        input=x.as_subclass(Tensor).contiguous(),
+    first, second, options = _operands(mixture)
+    if activation == "clamped_swiglu":
+        names = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+        limits = gate_up.parts[2] if isinstance(gate_up, FusedWeight) else clamped_swiglu(len(down), x.device)
+        options |= dict(zip(names, limits, strict=True))
+    size, wide, rows = x.shape[1], second.shape[1], x.as_subclass(Tensor).contiguous()
+    rows = rows if wide == size else F.pad(rows, (0, wide - size))
+    out = import_module("flashinfer.fused_moe").cutlass_fused_moe(
+        input=rows,
         token_selected_experts=experts,
         token_final_scales=weights,
-        fc1_expert_weights=gate_up.as_subclass(Tensor),
-        fc2_expert_weights=down,
+        fc1_expert_weights=first,
+        fc2_expert_weights=second,
         output_dtype=x.dtype,
-        quant_scales=quant_scales,
-        use_deepseek_fp8_block_scale=is_float8,
         fc1_expert_biases=None if gate_up_bias is None else gate_up_bias.as_subclass(Tensor),
         fc2_expert_biases=down_bias,
-        output=torch.empty_like(x, memory_format=torch.contiguous_format),
+        output=torch.empty_like(rows),
+        **options,
     )
+    return out if wide == size else out[:, :size].contiguous()
 
 
-def _pack(weight: GroupedWeight) -> Tensor | None:
-    """Return packed float8 weights with one scale per block, or None for other weights."""
-    scales = block_scales(weight)
-    if scales is None or weight.codes.shape[1] % BLOCK:
-        return None
-    return pack(Parts(weight.codes.view(torch.float8_e4m3fn), scales))
-
-
-def _swapped(rows: Tensor) -> Tensor:
-    """Return rows [X, 2F, ...] with the second half first."""
-    return torch.cat(rows.chunk(2, dim=1)[::-1], dim=1)
+def _operands(mixture: Mixture) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Return (weights of the first product, of the second product, further arguments) of a prepared mixture."""
+    gate_up, down = mixture.gate_up, mixture.down
+    if isinstance(gate_up, FusedWeight):
+        (codes, scales, _), (down_codes, down_scales) = gate_up.parts, down.parts  # type: ignore[attr-defined]
+        return codes, down_codes, {"quant_scales": [scales, down_scales], "use_w4_group_scaling": True}
+    if has_blocks(gate_up):
+        (codes, scales, _), (down_codes, down_scales, _) = gate_up.parts, down.parts  # type: ignore[attr-defined]
+        return codes, down_codes, {"quant_scales": [scales, down_scales], "use_deepseek_fp8_block_scale": True}
+    return gate_up.as_subclass(Tensor), down, {"quant_scales": None}

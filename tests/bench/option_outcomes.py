@@ -66,6 +66,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "nnodes": _NODES,
     "ep_size": {"tp_size": 2},
     "moe_a2a_backend": _PARTS,
+    "flashinfer_mxfp4_moe_precision": {"moe_runner_backend": "flashinfer_mxfp4"},
     "ep_num_redundant_experts": _PARTS,
     "ep_dispatch_algorithm": _PARTS,
     "init_expert_location": _PARTS,

@@ -1,7 +1,7 @@
 """A fake of FlashInfer's fused experts (flashinfer-python 0.6.13), with the same signature.
 
-It computes them in torch, from FlashInfer's documentation: the first half of `fc1_expert_weights` is multiplied with
-the activation of the second half.
+It computes them in float32 in torch, from FlashInfer's documentation: the first half of `fc1_expert_weights` is
+multiplied with the activation of the second half.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ops.matmul.rounded_rows import round_rows
+from recorded_fused import mixed, mixed_gemm_weight
 from recorded_products import dequantised, dequantised_weight
 
 
@@ -25,34 +25,34 @@ def cutlass_fused_moe(
     min_latency_mode=False, use_packed_weights=False, tune_max_num_tokens=8192, enable_pdl=None, activation_type=3,
     swizzled_input_sf=True,
 ) -> Tensor:  # fmt: skip
-    num_experts, hidden_size, inner_size = fc2_expert_weights.shape
     dtypes = {each.dtype for each in (input, fc1_expert_weights, fc2_expert_weights)}
+    assert {type(each) for each in (input, fc1_expert_weights, fc2_expert_weights)} == {Tensor}
+    assert input.is_contiguous()
+    weights = (fc1_expert_weights, fc2_expert_weights)
     if use_deepseek_fp8_block_scale:
         assert dtypes == {torch.bfloat16, torch.float8_e4m3fn}
         assert fc1_expert_biases is None
         rounded = round_rows(input, 128)
         input = dequantised(rounded.numbers, rounded.scales)
-        fc1_expert_weights, fc2_expert_weights = (
+        weights = tuple(
             torch.stack([dequantised_weight(*each).T for each in zip(codes, scales, strict=True)])
-            for codes, scales in zip((fc1_expert_weights, fc2_expert_weights), quant_scales, strict=True)
+            for codes, scales in zip(weights, quant_scales, strict=True)
         )
+    elif use_w4_group_scaling:
+        assert dtypes == {torch.bfloat16, torch.uint8}
+        assert all(each.shape[1] % 128 == 0 for each in weights)
+        weights = tuple(map(mixed_gemm_weight, weights, quant_scales))
     else:
         assert quant_scales is None
         assert dtypes == {output_dtype}
+    fc1_expert_weights, fc2_expert_weights = (each.float() for each in weights)
+    num_experts, hidden_size, inner_size = fc2_expert_weights.shape
     assert fc1_expert_weights.shape == (num_experts, 2 * inner_size, hidden_size)
-    assert {type(each) for each in (input, fc1_expert_weights, fc2_expert_weights)} == {Tensor}
+    biases = (fc1_expert_biases, fc2_expert_biases)
+    assert all(each is None or each.dtype == output_dtype for each in biases)
+    assert (biases[0] is None) == (biases[1] is None)
     assert output_dtype == output.dtype
-    assert input.is_contiguous()
     assert (token_selected_experts.dtype, token_final_scales.dtype) == (torch.int32, torch.float32)
-    total = torch.zeros(input.shape, dtype=torch.float32)
-    for expert in range(num_experts):
-        tokens, places = (token_selected_experts == expert).nonzero(as_tuple=True)
-        inner = input[tokens] @ fc1_expert_weights[expert].T
-        if fc1_expert_biases is not None:
-            inner = inner + fc1_expert_biases[expert]
-        up, gate = inner.chunk(2, dim=1)
-        result = (F.silu(gate) * up) @ fc2_expert_weights[expert].T
-        if fc2_expert_biases is not None:
-            result = result + fc2_expert_biases[expert]
-        total.index_add_(0, tokens, result.float() * token_final_scales[tokens, places].unsqueeze(1))
-    return output.copy_(total)
+    limits = (swiglu_alpha, swiglu_beta, swiglu_limit)
+    mixture = (fc1_expert_weights, fc2_expert_weights, *(None if each is None else each.float() for each in biases))
+    return output.copy_(mixed(input.float(), mixture, token_final_scales, token_selected_experts, limits))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import recorded_experts
+import recorded_fused
 import recorded_latent
 import recorded_products
 import recorded_trtllm
@@ -203,13 +204,26 @@ def modules() -> dict[str, ModuleType]:
 
 
 CONTENTS: dict[str, tuple[Any, ...]] = {
-    "flashinfer": (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, fast_decode_plan),
+    "flashinfer": (
+        BatchDecodeWithPagedKVCacheWrapper,
+        BatchPrefillWithPagedKVCacheWrapper,
+        fast_decode_plan,
+        recorded_fused.mxfp8_quantize,
+        recorded_fused.shuffle_matrix_a,
+        recorded_fused.shuffle_matrix_sf_a,
+    ),
     "flashinfer.mla": (
         recorded_latent.BatchMLAPagedAttentionWrapper,
         recorded_latent.trtllm_batch_decode_with_kv_cache_mla,
     ),
     "flashinfer.gemm": (recorded_products.fp8_blockscale_gemm_sm90, recorded_products.gemm_fp8_nt_groupwise),
-    "flashinfer.fused_moe": (recorded_experts.cutlass_fused_moe,),
+    "flashinfer.fused_moe": (
+        recorded_experts.cutlass_fused_moe,
+        recorded_fused.interleave_moe_scales_for_sm90_mixed_gemm,
+        recorded_fused.interleave_moe_weights_for_sm90_mixed_gemm,
+        recorded_fused.trtllm_fp4_block_scale_routed_moe,
+        recorded_fused.trtllm_fp8_block_scale_routed_moe,
+    ),
     "flashinfer.decode": (recorded_trtllm.trtllm_batch_decode_with_kv_cache,),
     "flashinfer.prefill": (recorded_trtllm.trtllm_batch_context_with_kv_cache,),
 }

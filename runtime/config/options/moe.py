@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ops.backends import EXPERTS
-from runtime.config.option_spec import always, option, planned, refused, renamed
+from runtime.config.option_spec import always, option, refused, renamed
 
 _FLASHINFER = "the flashinfer package and an NVIDIA GPU for which it has these kernels"
 _DEEPEP = "the deep_ep package and several GPUs with NVSHMEM"
@@ -41,9 +41,10 @@ class MoeArgs:
     )
     moe_runner_backend: str = option(
         "auto",
-        "Kernels that run the experts on a GPU. auto: triton if the GPU supports it, else torch. flashinfer_cutlass: "
-        f"{EXPERTS['flashinfer_cutlass'].kernels}, with silu and without --ep-size (needs "
-        f"{EXPERTS['flashinfer_cutlass'].needs}). On a CPU, auto is C++ or torch.",
+        "Kernels that run the experts on a GPU. auto: triton if the GPU supports it, else torch. "
+        + "; ".join(f"{name}: {EXPERTS[name].kernels} (needs {EXPERTS[name].needs})" for name in EXPERTS)
+        + ". FlashInfer's kernels need experts with silu or gpt-oss's activation, and no --ep-size. On a CPU, auto is "
+        "C++ or torch.",
         choices=_MOE_RUNNER_BACKENDS,
         built=("auto", *EXPERTS),
         needs={
@@ -51,11 +52,11 @@ class MoeArgs:
             **{name: _FLASHINFER for name in _MOE_RUNNER_BACKENDS[3:] if name not in EXPERTS},
         },
     )
-    flashinfer_mxfp4_moe_precision: str = planned(
+    flashinfer_mxfp4_moe_precision: str = option(
         "default",
-        "Precision of activations in FlashInfer's mxfp4 experts. default: mxfp8.",
+        "Precision of the inputs of MXFP4 experts in TensorRT-LLM's kernels on Blackwell. default: MXFP8, that is e4m3 "
+        "with one power of two per 32 inputs. bf16: not rounded, as always on Hopper.",
         choices=("default", "bf16"),
-        needs={"bf16": _FLASHINFER},
     )
     enable_flashinfer_allreduce_fusion: bool = refused(
         False,
@@ -156,10 +157,11 @@ class MoeArgs:
         reason="the shared expert is always computed separately",
         sglang="off: on some GPUs the shared expert of DeepSeek models is computed as a routed expert",
     )
-    disable_flashinfer_cutlass_moe_fp4_allgather: bool = planned(
+    disable_flashinfer_cutlass_moe_fp4_allgather: bool = always(
         False,
-        "Gather tokens before they are rounded to FP4, not after.",
-        instead=f"it needs {_FLASHINFER}; leave it out",
+        "Gather tokens of data-parallel ranks before they are rounded to FP4, not after.",
+        reason="tokens are gathered in the model's dtype",
+        sglang="off: flashinfer_cutlass gathers the tokens of NVFP4 experts in FP4",
     )
     enable_ep_moe: bool = option(
         False, "Old spelling of an --ep-size equal to --tp-size.", plan="experts.ep_size", other_unit=True

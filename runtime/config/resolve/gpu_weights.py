@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ops.backends import BLOCK_PRODUCTS, EXPERTS, FLASHINFER_DTYPES
@@ -11,6 +11,8 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.quantization import GROUPED, METHODS
 from runtime.config.resolve.plan_builder import PlanBuilder
 
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
+PRECISE = ("flashinfer_mxfp4", "flashinfer_trtllm")  # backends with a precision of the inputs of MXFP4 experts
 BLOCK = [128, 128]  # outputs and inputs of the float8 blocks, with one scale each, of FlashInfer's kernels
 
 
@@ -18,31 +20,72 @@ def experts_on_gpu(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, otherwise: str
 ) -> str:
     """Return the file that computes experts: the requested backend's file, or `otherwise` if none is requested."""
-    asked = builder.args.moe.moe_runner_backend
+    asked, option = builder.args.moe.moe_runner_backend, "flashinfer_mxfp4_moe_precision"
+    precision = builder.args.moe.flashinfer_mxfp4_moe_precision
+    if precision != "default" and asked not in PRECISE:
+        builder.refuse(
+            option,
+            f"--flashinfer-mxfp4-moe-precision {precision} has an effect with --moe-runner-backend "
+            f"{' or '.join(PRECISE)} only, which is {asked}.",
+        )
     if asked not in EXPERTS:
         return otherwise
-    reason = EXPERTS[asked].unmet(machine, gpu)
-    if asked == "flashinfer_cutlass" and gpu is not None and not reason:
-        quant = builder.args.quant
-        rounded = quant.quantization not in (None, facts.quantization) or quant.torchao_config
-        if (rounded or facts.quantization is not None) and (
-            rounded or gpu.capability[0] != 9 or not in_blocks(facts) or dtype != "bfloat16"
-        ):
-            reason = (
-                "computes quantised experts only on Hopper, in bfloat16, with float8 weights that have one scale per "
-                "block of 128 x 128 numbers"
-            )
-        elif dtype not in FLASHINFER_DTYPES:
-            reason = f"computes in {' or '.join(FLASHINFER_DTYPES)}, and this model in {dtype}"
-        elif builder.args.moe.ep_size > 1:
-            reason = "computes all experts of a layer, and --ep-size divides them"
-        elif facts.config.get("hidden_act", "silu") != "silu":
-            reason = f"computes experts with silu only, and this model has {facts.config['hidden_act']}"
-    if not reason:
-        return EXPERTS[asked].file
+    backend = EXPERTS[asked]
+    reason = backend.unmet(machine, gpu)
+    if gpu is not None and not reason and backend.formats:
+        reason = _unread(builder, backend.formats[gpu.capability[0]], dtype, facts)
+    if not reason and gpu is not None:
+        return backend.file_on.get(gpu.capability[0], backend.file)
     instead = "auto" if asked == "triton" or EXPERTS["triton"].unmet(machine, gpu) else "triton"
     builder.refuse("moe_runner_backend", f"--moe-runner-backend {asked} cannot be used: it {reason}; use {instead}.")
     return otherwise
+
+
+def _unread(builder: PlanBuilder, formats: Sequence[str], dtype: str, facts: ModelFacts) -> str:
+    """Return why FlashInfer's kernels for these formats cannot compute the model's experts, or ""."""
+    stored, activation = _format(builder, facts), expert_activation(facts)
+    fitting = ("silu", "clamped_swiglu") if stored != "float8 blocks" else ("silu",)
+    dtypes = FLASHINFER_DTYPES if stored == "16 bits" else ("bfloat16",)
+    if facts.config and stored not in formats:
+        here = f"{facts.quantization}'s" if stored == "other" else stored
+        return f"computes experts in {' or '.join(formats)} on this GPU, and this model's are in {here}"
+    if dtype not in dtypes:
+        return f"computes these experts in {' or '.join(dtypes)}, and this model in {dtype}"
+    if builder.args.moe.ep_size > 1:
+        return "computes all experts of a layer, and --ep-size divides them"
+    if stored != "16 bits" and builder.args.graphs.enable_torch_compile:
+        return "reads quantised weights, which --enable-torch-compile dequantises"
+    if activation not in fitting:
+        return f"computes these experts with {' or '.join(fitting)}, and this model has {activation}"
+    return ""
+
+
+def _format(builder: PlanBuilder, facts: ModelFacts) -> str:
+    """Return the format in which experts are multiplied: a value of `ExpertBackend.formats`, or "other"."""
+    quant = builder.args.quant
+    if quant.torchao_config:
+        return "16 bits"  # torchao's methods leave experts unquantised
+    if facts.quantization is None:
+        return "16 bits" if quant.quantization is None else "other formats, by --quantization"
+    if quant.quantization not in (None, facts.quantization):
+        return "other formats, by --quantization"
+    if in_blocks(facts):
+        return "float8 blocks"
+    return "MXFP4" if facts.quantization == "mxfp4" else "other"
+
+
+def expert_activation(facts: ModelFacts) -> str:
+    """Return the activation of the model's experts, a name of `ops.activation` or of transformers.
+
+    Models with images have it in their `text_config`. gpt-oss's experts have their own activation, and its hidden_act
+    is not used.
+    """
+    if facts.architecture.startswith("GptOss"):
+        return "clamped_swiglu"
+    text = facts.config.get("text_config")
+    config = text if isinstance(text, Mapping) else facts.config
+    named = next((config[key] for key in ACTIVATION_KEYS if config.get(key)), "silu")
+    return "silu" if named == "swish" else str(named)
 
 
 def kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:

@@ -287,7 +287,9 @@ def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mappin
     backend = ATTENTION[decode]
     own = {keyword: builder.args.get(option) for option, keyword in backend.decode_settings.items()}
     cpp = {"num_threads": builder.args.kernels.cpu_threads}
-    return Decision({"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend")
+    rounds = {"rounds": builder.args.moe.flashinfer_mxfp4_moe_precision == "default"}
+    settings = {"with_cpp": cpp, "with_trtllm_gen": rounds} | ({backend.file: own} if own else {})
+    return Decision(settings, "by the options of each backend")
 
 
 def no_cpp(machine: Machine) -> str:

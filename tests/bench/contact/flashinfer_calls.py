@@ -21,7 +21,7 @@ import recorded_flashinfer
 from flashinfer_signatures import installed, signature
 from kernel_cases.attention import SINGLE, Case, options, step
 from ops.attention import with_fa3, with_flashinfer, with_trtllm, with_trtllm_mla
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul.grouped import E2M1, GroupedWeight
 from ops.matmul.rounded_rows import round_rows
 from ops.moe import GroupedMixture, Mixture
 from serve.bench import report
@@ -82,7 +82,8 @@ def _runs() -> Iterator[tuple[Any, Case]]:
 
 
 def _mix() -> None:
-    from ops.moe import with_flashinfer as experts  # imports triton
+    from ops.moe import with_flashinfer as experts  # these modules import triton
+    from ops.moe import with_trtllm_gen
 
     gate_up, down = torch.zeros(2, 16, 8, dtype=torch.bfloat16), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
     chosen = torch.zeros(3, 2, dtype=torch.int32)
@@ -91,8 +92,24 @@ def _mix() -> None:
     codes, scales = torch.zeros(2, 256, 128, dtype=torch.uint8), torch.ones(2, 256, 1)
     gate_up = GroupedWeight(codes, scales, bits=8, floating=True)
     down = gate_up._replace(codes=codes[:, :128], scales=scales[:, :128])
-    mixture = experts.prepare_grouped_experts(GroupedMixture(gate_up, down), torch.bfloat16)
-    experts.mix(torch.zeros(3, 128, dtype=torch.bfloat16), mixture, torch.ones(3, 2), chosen, "silu")
+    in_blocks = GroupedMixture(gate_up, down)
+    codes = torch.zeros(2, 256, 128, dtype=torch.uint8)
+    gate_up = GroupedWeight(codes, torch.ones(2, 256, 4), table=E2M1, powers=True)
+    down = gate_up._replace(codes=codes[:, :128], scales=gate_up.scales[:, :128])
+    biases = (torch.zeros(2, size, dtype=torch.bfloat16) for size in (256, 128))
+    in_mxfp4 = GroupedMixture(gate_up, down, *biases)
+    x = round_rows(torch.zeros(3, 128, dtype=torch.bfloat16), 128)
+    cases: list[tuple[Any, GroupedMixture, dict[str, bool]]] = [
+        (experts, in_blocks, {}),
+        (experts, in_mxfp4, {}),
+        (with_trtllm_gen, in_blocks, {}),
+        (with_trtllm_gen, in_mxfp4, {"rounds": True}),
+        (with_trtllm_gen, in_mxfp4, {"rounds": False}),
+    ]
+    for backend, given, more in cases:
+        mixture = backend.prepare_grouped_experts(given, torch.bfloat16)
+        activation = "silu" if given is in_blocks else "clamped_swiglu"
+        backend.mix(x, mixture, torch.ones(3, 2), chosen, activation, **more)
 
 
 def _multiply() -> None:

@@ -251,31 +251,67 @@ def test_experts_by_triton_are_refused_where_it_does_not_run() -> None:
         assert "cannot be used: it needs an NVIDIA GPU" in refusals["moe_runner_backend"]
 
 
+GPT_OSS = {"architecture": "GptOssForCausalLM", "quantization": "mxfp4", "config": {"hidden_act": "silu"}}
+SEEING = {"text_config": {"hidden_act": "gelu"}}
+CUTLASS, MXFP4, TRTLLM = ({"moe_runner_backend": f"flashinfer_{name}"} for name in ("cutlass", "mxfp4", "trtllm"))
+
+
 @pytest.mark.parametrize(
     ("machine", "facts", "asked", "told"),
     [
-        ("h200", {}, {}, ""),
-        ("b200", {}, {}, ""),
-        ("a100", {}, {}, "it needs an NVIDIA Hopper or Blackwell GPU (compute capability 9.x or 10.x)"),
-        ("cpu", {}, {}, "this model runs on the CPU; use auto"),
-        ("h200", {"quantization": "fp8"}, {}, "computes quantised experts only on Hopper, in bfloat16, with float8"),
-        ("h200", {}, {"quantization": "fp8"}, "computes quantised experts only on Hopper"),
-        ("h200", BLOCKS, {}, ""),
-        ("h200", BLOCKS, {"quantization": "w4a16"}, "computes quantised experts only on Hopper"),
-        ("b200", BLOCKS, {}, "computes quantised experts only on Hopper"),
-        ("h200", {"dtype": "float32"}, {"dtype": "float32"}, "computes in float16 or bfloat16, and this model in floa"),
-        ("h200", {}, {"tp_size": 2, "ep_size": 2}, "computes all experts of a layer, and --ep-size divides them"),
-        ("h200", {"config": {"hidden_act": "gelu"}}, {}, "computes experts with silu only, and this model has gelu"),
+        ("h200", {}, CUTLASS, ""),
+        ("b200", {}, CUTLASS, ""),
+        ("a100", {}, CUTLASS, "it needs an NVIDIA Hopper or Blackwell GPU (compute capability 9.x or 10.x)"),
+        ("cpu", {}, CUTLASS, "this model runs on the CPU; use auto"),
+        ("h200", {"quantization": "fp8", "config": {"a": 1}}, CUTLASS, "this model's are in fp8's"),
+        ("h200", {"config": {"a": 1}}, {**CUTLASS, "quantization": "fp8"}, "are in other formats, by --quantization"),
+        ("h200", BLOCKS, CUTLASS, ""),
+        ("h200", BLOCKS, {**CUTLASS, "quantization": "w4a16"}, "in other formats, by --quantization"),
+        ("h200", BLOCKS, {**CUTLASS, "enable_torch_compile": True}, "which --enable-torch-compile dequantises"),
+        ("b200", BLOCKS, CUTLASS, "computes experts in 16 bits on this GPU, and this model's are in float8 blocks"),
+        (
+            "h200",
+            {"dtype": "float32"},
+            {**CUTLASS, "dtype": "float32"},
+            "in float16 or bfloat16, and this model in",
+        ),
+        ("h200", {}, {**CUTLASS, "tp_size": 2, "ep_size": 2}, "all experts of a layer, and --ep-size divides them"),
+        ("h200", {"config": {"hidden_act": "gelu"}}, CUTLASS, "with silu or clamped_swiglu, and this model has gelu"),
+        ("h200", {"config": {**SEEING, "hidden_act": "silu"}}, CUTLASS, "and this model has gelu"),
+        ("h200", {**GPT_OSS, "quantization": None}, CUTLASS, ""),
+        ("h200", GPT_OSS, CUTLASS, ""),
+        ("h200", GPT_OSS, MXFP4, ""),
+        ("b200", GPT_OSS, MXFP4, ""),
+        ("b200", GPT_OSS, TRTLLM, ""),
+        ("b200", GPT_OSS, {**MXFP4, "flashinfer_mxfp4_moe_precision": "bf16"}, ""),
+        (
+            "b200",
+            {**GPT_OSS, "dtype": "float16"},
+            {**MXFP4, "dtype": "float16"},
+            "in bfloat16, and this model in",
+        ),
+        ("b200", {"config": {"a": 1}}, MXFP4, "computes experts in MXFP4 on this GPU, and this model's are in 16 bits"),
+        ("h200", GPT_OSS, TRTLLM, "it needs an NVIDIA Blackwell GPU"),
+        ("b200", BLOCKS, TRTLLM, ""),
+        ("b200", {**BLOCKS, "config": {**BLOCKS["config"], "hidden_act": "gelu"}}, TRTLLM, "experts with silu, and"),
     ],
 )
 def test_experts_by_flashinfer_are_used_or_refused(
     machine: str, facts: dict[str, Any], asked: dict[str, Any], told: str
 ) -> None:
-    args = Args.of(model_path="/models/small", moe_runner_backend="flashinfer_cutlass", **asked)
+    args = Args.of(model_path="/models/small", **asked)
     plan, builder = decide(args, Machine.named(machine), replace(ANY_MODEL, **facts))
     assert told in builder.refusals.get("moe_runner_backend", "")
     assert ("moe_runner_backend" in builder.refusals) == bool(told)
-    assert (plan.kernels.choices.get("moe") == "with_flashinfer") == (not told)
+    by_cutlass = asked is CUTLASS or machine == "h200"
+    file = "with_flashinfer" if by_cutlass else "with_trtllm_gen"
+    assert (plan.kernels.choices.get("moe") == file) == (not told)
+    assert plan.kernels.settings["with_trtllm_gen"]["rounds"] == ("flashinfer_mxfp4_moe_precision" not in asked)
+
+
+def test_the_precision_of_inputs_needs_kernels_that_have_one() -> None:
+    _, _, refusals = decided(H200, flashinfer_mxfp4_moe_precision="bf16")
+    assert "flashinfer_mxfp4 or flashinfer_trtllm only, which is auto" in refusals["flashinfer_mxfp4_moe_precision"]
 
 
 @pytest.mark.parametrize(

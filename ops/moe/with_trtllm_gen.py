@@ -1,0 +1,214 @@
+"""Mixtures of experts with TensorRT-LLM's fused kernels for Blackwell, through FlashInfer.
+
+Written for flashinfer-python 0.6.13 and 0.7.2. The kernels compute experts in MXFP4, with inputs in bfloat16 or rounded
+to MXFP8 (e4m3 with a power of two per 32 inputs), and in float8 with one scale per block of 128 x 128 numbers. In their
+weights, a row of `up` comes before the row of the gate: alternately in MXFP4, and as halves in float8. Routing weights
+are rounded to bfloat16. Triton kernels compute the routing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops.matmul.block_scaled import BLOCK, has_blocks
+from ops.matmul.triton_float8 import round_rows
+from ops.moe import GroupedMixture, Mixture, with_triton
+from ops.moe.fused_weights import (
+    Fp4,
+    FusedWeight,
+    clamped_swiglu,
+    fuse,
+    halves,
+    is_mxfp4,
+    mxfp4,
+    padded,
+    round_up,
+)
+from ops.moe.up_first import pack_blocks
+from ops.moe.with_triton import prepare_experts, route
+
+MULTIPLE = 256  # sizes of MXFP4 experts are padded to a multiple of this
+EPILOGUE_TILE = 128  # rows of a tile of the kernels, which FlashInfer's functions for their layout take
+RENORMALIZE = 1  # FlashInfer's `RoutingMethodType`. The kernels get chosen experts, so that it changes no result
+ACTIVATIONS = ("silu", "clamped_swiglu")
+
+
+def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
+    """Return packed weights in the layout of the kernels (see `ops.moe`).
+
+    Raises ValueError for weights that the kernels do not read.
+    """
+    if dtype == torch.bfloat16:
+        if is_mxfp4(mixture.gate_up) and is_mxfp4(mixture.down):
+            return _prepare_mxfp4(mixture)
+        gate_up, down, *biases = mixture
+        packed = pack_blocks(gate_up, down)
+        if packed is not None and not any(bias is not None for bias in biases):
+            return packed
+    raise ValueError(
+        f"TensorRT-LLM's kernels read experts only in MXFP4, or in float8 with one scale per block of {BLOCK} x "
+        f"{BLOCK} numbers without biases and with inner sizes on each rank that are multiples of {BLOCK}, for "
+        "bfloat16. Use --moe-runner-backend triton."
+    )
+
+
+def _prepare_mxfp4(mixture: GroupedMixture) -> Mixture:
+    gate_up, down, gate_up_bias, down_bias = mixture
+    num_experts, size, inner_size = down.codes.shape
+    wide, inner = round_up(size, MULTIPLE), round_up(inner_size, MULTIPLE)
+    gate, up = (padded(each, inner, wide) for each in halves(mxfp4(gate_up)))
+    first = Fp4(*(_alternate(*rows) for rows in zip(up, gate, strict=True)))
+    bias = None
+    if gate_up_bias is not None:
+        gate_bias, up_bias = (F.pad(each, (0, inner - inner_size)) for each in gate_up_bias.chunk(2, dim=1))
+        bias = _shuffled_bias(_alternate(up_bias, gate_bias))
+    limits = clamped_swiglu(num_experts, down.codes.device)
+    return Mixture(
+        fuse(gate_up.codes.shape, (*_shuffled(first), limits)),
+        fuse(down.codes.shape, _shuffled(padded(mxfp4(down), wide, inner))),
+        bias,
+        None if down_bias is None else _shuffled_bias(F.pad(down_bias, (0, wide - size))),
+    )
+
+
+def _alternate(one: Tensor, other: Tensor) -> Tensor:
+    """Return the rows [X, F, ...] of both tensors in turn, [X, 2F, ...]."""
+    return torch.stack((one, other), dim=2).flatten(1, 2)
+
+
+def _shuffled(weight: Fp4) -> tuple[Tensor, Tensor]:
+    """Return codes and scales in the order in which the kernels read them.
+
+    Both have the same shapes as before. The rows of all experts are shuffled in one call: a tile never has rows of two
+    experts.
+    """
+    library = import_module("flashinfer")
+    codes, scales = (each.flatten(0, 1) for each in weight)
+    shuffled = library.shuffle_matrix_a(codes, EPILOGUE_TILE).view(weight.codes.shape)
+    interleaved = library.shuffle_matrix_sf_a(scales, EPILOGUE_TILE)
+    return shuffled, interleaved.view(torch.float8_e4m3fn).reshape(weight.scales.shape)
+
+
+def _shuffled_bias(bias: Tensor) -> Tensor:
+    """Return a bias [X, O] in float32, in the order of shuffled rows."""
+    rows = bias.detach().float().reshape(-1, 1)
+    return import_module("flashinfer").shuffle_matrix_a(rows, EPILOGUE_TILE).view(bias.shape)
+
+
+def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
+    """Return the weights of one expert if the mixture is unquantised (see `ops.moe`)."""
+    if isinstance(mixture.gate_up, FusedWeight) or has_blocks(mixture.gate_up):
+        raise ValueError("Experts in the layout of TensorRT-LLM's kernels are not readable one by one.")
+    return with_triton.one_expert(mixture, expert, size, inner_size)
+
+
+def mix(
+    x: Tensor,
+    mixture: Mixture,
+    weights: Tensor,
+    experts: Tensor,
+    activation: str,
+    *,
+    weigh_inputs: bool = False,
+    rounds: bool = True,
+) -> Tensor:
+    """Return the weighted sum of each token's experts. `rounds`: inputs of MXFP4 experts are rounded to MXFP8.
+
+    Raises ValueError for an activation that the kernels lack.
+    """
+    is_float8 = has_blocks(mixture.gate_up)
+    if not is_float8 and not isinstance(mixture.gate_up, FusedWeight):
+        return with_triton.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
+    if activation not in ACTIVATIONS[: 2 - is_float8]:
+        raise ValueError(
+            f"TensorRT-LLM's kernels do not compute experts with {activation}. Use --moe-runner-backend triton."
+        )
+    if weigh_inputs:
+        if experts.shape[1] > 1:
+            raise ValueError("TensorRT-LLM's kernels cannot weigh the inputs of several experts. Use triton.")
+        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+    run = _float8 if is_float8 else _mxfp4
+    return run(x, mixture, weights, experts, activation, rounds)
+
+
+def _mxfp4(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, rounds: bool) -> Tensor:
+    (codes, scales, limits), (down, down_scales) = mixture.gate_up.parts, mixture.down.parts  # type: ignore[attr-defined]
+    size, (num_experts, wide, half) = x.shape[1], down.shape
+    rows, row_scales = x.as_subclass(Tensor).contiguous(), None
+    if rounds:
+        rows, row_scales = import_module("flashinfer").mxfp8_quantize(rows, False, alignment=wide)
+        row_scales = row_scales.view(torch.float8_e4m3fn).reshape(len(x), -1)
+    elif wide > size:
+        rows = F.pad(rows, (0, wide - size))
+    slope, addend, limit = limits if activation == "clamped_swiglu" else (None, None, None)
+    out = import_module("flashinfer.fused_moe").trtllm_fp4_block_scale_routed_moe(
+        topk_ids=(experts, weights.to(torch.bfloat16)),
+        hidden_states=rows,
+        hidden_states_scale=row_scales,
+        gemm1_weights=codes,
+        gemm1_weights_scale=scales,
+        gemm1_bias=mixture.gate_up_bias,
+        gemm1_alpha=slope,
+        gemm1_beta=addend,
+        gemm1_clamp_limit=limit,
+        gemm2_weights=down,
+        gemm2_weights_scale=down_scales,
+        gemm2_bias=mixture.down_bias,
+        output1_scale_scalar=None,
+        output1_scale_gate_scalar=None,
+        output2_scale_scalar=None,
+        **_of_all(num_experts, experts.shape[1], 2 * half),
+    )
+    out = out if isinstance(out, Tensor) else out[0]
+    return out if wide == size else out[:, :size].contiguous()
+
+
+def _float8(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, rounds: bool) -> Tensor:
+    (codes, scales, _), (down, down_scales, _) = mixture.gate_up.parts, mixture.down.parts  # type: ignore[attr-defined]
+    numbers, row_scales = round_rows(x if x.is_contiguous() else x.contiguous(), BLOCK)
+    bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+    num_experts, _, inner_size = down.shape
+    out = import_module("flashinfer.fused_moe").trtllm_fp8_block_scale_routed_moe(
+        topk_ids=(experts << 16) | (bits & 0xFFFF),
+        hidden_states=numbers,
+        hidden_states_scale=row_scales.t().contiguous(),
+        gemm1_weights=codes,
+        gemm1_weights_scale=scales,
+        gemm2_weights=down,
+        gemm2_weights_scale=down_scales,
+        **_of_all(num_experts, experts.shape[1], inner_size),
+    )
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def _of_all(num_experts: int, top_k: int, inner_size: int) -> dict[str, Any]:
+    """Return the arguments for a rank that has all experts, and for experts that are chosen before."""
+    return {
+        "routing_bias": None,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "n_group": None,
+        "topk_group": None,
+        "intermediate_size": inner_size,
+        "local_expert_offset": 0,
+        "local_num_experts": num_experts,
+        "routed_scaling_factor": None,
+        "routing_method_type": RENORMALIZE,
+    }
+
+
+def make(*, rounds: bool = True) -> dict[str, Any]:
+    """Return the callables of this backend. `rounds`: inputs of MXFP4 experts are rounded to MXFP8."""
+    return {
+        "route": route,
+        "mix": partial(mix, rounds=rounds),
+        "prepare_experts": prepare_experts,
+        "prepare_grouped_experts": prepare_grouped_experts,
+        "one_expert": one_expert,
+    }
