@@ -61,6 +61,7 @@ class ModelPlan(Section):
     offload_group: int = 0
     offload_in_group: int = 1
     offload_ahead: int = 1  # number of such layers that are copied to the GPU ahead of the layer in use
+    offload_host_bytes: int = 0  # free host memory for such layers of each rank; 0: unknown, or no such layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

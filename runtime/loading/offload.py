@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ops.machine import GIB, Machine
+from ops.machine import GIB
 from runtime.config.plan import ModelPlan
 from runtime.config.resolve.offload import in_groups
 from runtime.errors import CheckpointError, ConfigurationError
@@ -45,11 +45,11 @@ def layers_in_host(model: Decoder, plan: ModelPlan, dtype: torch.dtype) -> Layer
         )
     num_bytes, largest = sum(sizes[index] for index in chosen), max(sizes[index] for index in chosen)
     # PyTorch rounds each layer's pinned memory up to a power of two.
-    pinned, available = sum(1 << (sizes[index] - 1).bit_length() for index in chosen), Machine.probe().available_bytes
+    pinned, available = sum(1 << (sizes[index] - 1).bit_length() for index in chosen), plan.offload_host_bytes
     if available and pinned > available:
         raise CheckpointError(
-            f"The layers in host memory need {pinned / GIB:.1f} GiB, but only {available / GIB:.1f} GiB are free. "
-            "Keep fewer layers in host memory."
+            f"The layers in host memory need {pinned / GIB:.1f} GiB, but only {available / GIB:.1f} GiB are free for "
+            "each rank on this host. Keep fewer layers in host memory."
         )
     return LayersInHost(tuple(model.layers[index] for index in chosen), num_bytes, slots * largest)
 

@@ -9,6 +9,7 @@ from ops.backends import ATTENTION
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, Plan
+from runtime.config.resolve.parallel import ranks_here
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 from runtime.page_store.protocol import check_config
@@ -59,9 +60,7 @@ def _swap_space(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> De
     Swap space also depends on whether the cache has a separate pool for sliding-window layers. This is not known yet;
     the replica checks it later.
     """
-    asked, parallel = builder.args.cache.swap_space, builder.args.parallel
-    copies = 1 if parallel.enable_dp_attention else parallel.dp_size
-    ranks = -(-parallel.tp_size * parallel.pp_size * copies // parallel.nnodes)
+    asked, ranks = builder.args.cache.swap_space, ranks_here(builder.args.parallel)
     if asked * ranks * GIB > machine.total_bytes > 0:
         builder.refuse(
             "swap_space",

@@ -12,7 +12,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.quantization import METHODS, TORCHAO, UNREADABLE, WRITERS, agrees
 from runtime.config.resolve.kernels import CPP_DTYPES, no_cpp
-from runtime.config.resolve.offload import offload_group
+from runtime.config.resolve.offload import offload_group, offload_host_bytes
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
@@ -61,6 +61,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         kv_scales=_kv_scales(builder, facts),
         config_overrides=builder.follow("json_model_override_args"),
         offload_group=offload_group(builder, device.value, facts),
+        offload_host_bytes=offload_host_bytes(builder, machine),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ops.machine import Machine
 from runtime.config.model_facts import ModelFacts
+from runtime.config.resolve.parallel import ranks_here
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 _DETAILS = ("offload_num_in_group", "offload_prefetch_step")
@@ -65,6 +67,19 @@ def offload_group(builder: PlanBuilder, device: str, facts: ModelFacts) -> Decis
             f"{ahead + 1} of them (--offload-prefetch-step + 1), so no memory would be saved; use smaller groups.",
         )
     return Decision(size, "as asked")
+
+
+def offload_host_bytes(builder: PlanBuilder, machine: Machine) -> Decision[int]:
+    """Decide how much host memory the layers of each rank may take.
+
+    It is decided once, before the ranks start, because a rank may allocate its layers before another measures the free
+    memory.
+    """
+    args, parallel = builder.args.offload, builder.args.parallel
+    if args.cpu_offload_gb <= 0 and args.offload_group_size < 1:
+        return Decision(0, "all layers stay on the device")
+    ranks = ranks_here(parallel)
+    return Decision(machine.available_bytes // ranks, f"the free host memory divided by the {ranks} ranks of this host")
 
 
 def in_groups(num_layers: int, group_size: int, num_in_group: int) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ops.machine import Machine
 from runtime.config.args import Args
 from runtime.config.model_facts import ModelFacts
+from runtime.config.options.parallel import ParallelArgs
 from runtime.config.plan import ParallelPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
@@ -245,3 +246,9 @@ def with_torchrun(args: Args, environment: Mapping[str, str]) -> Args:
         "dist_init_addr": f"{environment['MASTER_ADDR']}:{int(environment['MASTER_PORT']) + 1}",
     }
     return Args.of(**{**found, **args.keywords()})
+
+
+def ranks_here(args: ParallelArgs) -> int:
+    """Return the number of ranks on this machine, of all copies of the model."""
+    copies = 1 if args.enable_dp_attention else args.dp_size
+    return -(-args.tp_size * args.pp_size * copies // args.nnodes)

@@ -600,6 +600,16 @@ def test_the_ratio_of_chunked_layers_follows_the_chunk() -> None:
     assert ratios == [1.0, 0.625, 0.25]
 
 
+@pytest.mark.parametrize(
+    ("options", "ranks"), [({}, 1), ({"tp_size": 4}, 4), ({"tp_size": 2, "dp_size": 2}, 4), ({"pp_size": 2}, 2)]
+)
+def test_ranks_of_a_host_share_its_free_memory_for_layers(options: dict[str, Any], ranks: int) -> None:
+    facts = replace(FACTS, num_layers=16, architecture="LlamaForCausalLM")
+    machine = replace(H200, gpus=H200.gpus[:1] * 8, available_bytes=64 << 30)
+    assert plan(machine, facts, cpu_offload_gb=2, **options).model.offload_host_bytes == (64 << 30) // ranks
+    assert plan(machine, facts, **options).model.offload_host_bytes == 0
+
+
 def test_layers_in_host_memory_leave_graphs_of_decode_steps() -> None:
     facts = replace(FACTS, num_layers=16, architecture="LlamaForCausalLM")
     made = plan(H200, facts, offload_group_size=4)

@@ -138,11 +138,8 @@ def test_a_number_of_gigabytes_chooses_layers_at_equal_distances(
     gib: int, layers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "prepared_bytes", lambda layer, dtype: 1 << 30)
-    monkeypatch.setattr(
-        offload.Machine, "probe", lambda: replace(offload.Machine.named("cpu"), available_bytes=9 << 30)
-    )
     model = load(facts())
-    plan = replace(late_steps.model_plan(), offload_gib=gib)
+    plan = replace(late_steps.model_plan(), offload_gib=gib, offload_host_bytes=9 << 30)
     chosen = offload.layers_in_host(model, plan, torch.float32)
     assert [*chosen.layers] == [model.layers[index] for index in layers]
     assert chosen.slot_bytes == 2 << 30
@@ -150,10 +147,7 @@ def test_a_number_of_gigabytes_chooses_layers_at_equal_distances(
 
 def test_layers_that_save_no_memory_or_do_not_fit_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "prepared_bytes", lambda layer, dtype: 1 << 30)
-    monkeypatch.setattr(
-        offload.Machine, "probe", lambda: replace(offload.Machine.named("cpu"), available_bytes=3 << 30)
-    )
-    model, plan = load(facts()), late_steps.model_plan()
+    model, plan = load(facts()), replace(late_steps.model_plan(), offload_host_bytes=3 << 30)
     with pytest.raises(ConfigurationError, match="--cpu-offload-gb 2 would keep 2 of 8 layers"):
         offload.layers_in_host(model, replace(plan, offload_gib=2), torch.float32)
     with pytest.raises(CheckpointError, match=r"need 4\.0 GiB, but only 3\.0 GiB are free"):
