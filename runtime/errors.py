@@ -31,6 +31,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+NO_MEMORY_TO_START = (
+    "There is too little memory for the model and its KV cache. Lower --mem-fraction-static or --max-total-tokens, or "
+    "end other programs."
+)
+
 
 class PenstockError(Exception):
     """Base class of all exceptions of Penstock."""

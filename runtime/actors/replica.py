@@ -28,7 +28,14 @@ from runtime.distributed.common_steps import CommonSteps
 from runtime.distributed.link import encode
 from runtime.distributed.numa import bind
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
-from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, first_error
+from runtime.errors import (
+    NO_MEMORY_TO_START,
+    CheckpointError,
+    ConfigurationError,
+    EngineFailure,
+    OutOfMemory,
+    first_error,
+)
 from runtime.kv_cache.kinds import CacheKind, Specs
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -58,10 +65,8 @@ STEP_BYTES = 2**24  # bytes that one step can copy to the host tier without dela
 PREFETCH_THRESHOLD = 256  # the page store is not asked if fewer prompt tokens than this are missing from the cache
 HOST_SHARE = 0.9  # the host tier takes at most this share of the free host memory
 
-NO_MEMORY = (
-    "There is too little memory for the model and its KV cache. Lower --mem-fraction-static or --max-total-tokens, or "
-    "end other programs."
-)
+# Parts of the messages with which PyTorch and CUDA's libraries report too little memory, other than OutOfMemoryError.
+MEMORY_ERRORS = ("allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,11 +477,10 @@ def _start_failure(error: BaseException) -> BaseException:
     import torch
     from safetensors import SafetensorError
 
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return EngineFailure(NO_MEMORY)
-    # How PyTorch reports too little memory on a CPU.
-    if isinstance(error, RuntimeError) and "allocate memory" in str(error):
-        return EngineFailure(NO_MEMORY)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemory):
+        return EngineFailure(NO_MEMORY_TO_START)
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in MEMORY_ERRORS):
+        return EngineFailure(NO_MEMORY_TO_START)
     if isinstance(error, SafetensorError):
         return CheckpointError(f"The weights cannot be read: {error}.")
     if isinstance(error, OSError | RuntimeError):

@@ -23,7 +23,7 @@ from runtime.actors.engine_core import EngineCore
 from runtime.config import Args
 from runtime.config.resolve.parallel import with_torchrun
 from runtime.distributed.worker_group import run_node
-from runtime.errors import ConfigurationError, EngineFailure
+from runtime.errors import NO_MEMORY_TO_START, ConfigurationError, EngineFailure, OutOfMemory
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from serve.background import background_tasks
@@ -243,7 +243,10 @@ def read_prompt(path: str | None) -> tuple[int, ...] | None:
 
 
 async def warm_up(core: EngineCore) -> None:
-    """Generate a few tokens, so that one-time work is done before the first request arrives."""
+    """Generate a few tokens, so that one-time work is done before the first request arrives.
+
+    Raises `EngineFailure` if the engine cannot compute them.
+    """
     num_new = 0 if core.plan.model.is_embedding else WARM_UP_TOKENS
     if core.plan.cache.role == "prefill":
         num_new = 1
@@ -252,7 +255,10 @@ async def warm_up(core: EngineCore) -> None:
     if not prompt:
         return
     request = Request(ids=prompt, sampling=sampling, wants_embedding=not num_new, label="WARM_UP")
-    [chunk] = await core.submit(request).whole()
+    try:
+        [chunk] = await core.submit(request).whole()
+    except OutOfMemory as error:
+        raise EngineFailure(NO_MEMORY_TO_START) from error
     if len(chunk.ids) != num_new:
         raise EngineFailure("The warm-up request ended early.")
     core.flush_cache()

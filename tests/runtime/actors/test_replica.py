@@ -25,7 +25,7 @@ from runtime.config import Args
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.distributed import worker_group
-from runtime.errors import EngineFailure
+from runtime.errors import EngineFailure, OutOfMemory
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.model_runner import ModelRunner
 from runtime.worker.worker import ModelWorker
@@ -213,6 +213,24 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, *, whe
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(ModelWorker, name, failing)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemory("The device ran out of memory in a step."),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+async def test_every_lack_of_memory_at_the_start_gives_the_same_advice(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    fail_in(monkeypatch, "__init__", error, when=1)
+    with pytest.raises(EngineFailure, match="Lower --mem-fraction-static or --max-total-tokens") as caught:
+        await start_replica(*planned(), 0)
+    assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize("name", ["__init__", "join", "lead"])

@@ -28,7 +28,7 @@ import greedy
 import serve.server.process
 import serve.server.shutdown
 import tiny_models
-from runtime.errors import EngineFailure
+from runtime.errors import EngineFailure, OutOfMemory
 from serve.server.shutdown import Signals
 from server_process import ROOT, Server, serving
 
@@ -359,6 +359,16 @@ def refusal(*options: str) -> str:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+async def test_a_warm_up_without_enough_memory_says_what_to_lower() -> None:
+    engine = FakeEngine(held=True)
+    warming = asyncio.create_task(serve.server.process.warm_up(cast(Any, engine.core)))
+    while not engine.core.num_open:
+        await asyncio.sleep(0)
+    engine.core._requests.fail_all(OutOfMemory("This request, the newest one, was ended."))
+    with pytest.raises(EngineFailure, match="Lower --mem-fraction-static or --max-total-tokens"):
+        await warming
 
 
 def test_taken_port_is_said_before_anything_is_loaded():
