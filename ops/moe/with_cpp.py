@@ -131,19 +131,20 @@ def prepare_grouped_experts(launcher: KernelLauncher, mixture: GroupedMixture, d
 
 
 def one_expert(launcher: KernelLauncher, mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
-    """Return the unpacked weights of one expert. Raises ValueError if they are quantised."""
+    """Return the unpacked weights of one expert, in the dtype of products. Raises ValueError for weights in int8."""
     gate_up, down, gate_up_bias, down_bias = mixture
     if not isinstance(gate_up, PACKED):
         return native.one_expert(mixture, expert, size, inner_size)
-    if not (isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)):
-        raise ValueError("Quantised experts cannot be read.")
+    if not all(isinstance(each, PackedWeight | PackedWeight4) for each in (gate_up, down)):
+        raise ValueError("Experts in int8 cannot be read.")
     half = launcher.library.panel_width // 2
 
     def rows(packed: Tensor) -> Tensor:
         num_experts, count, depth = packed.shape
-        flat = packed.as_strided((num_experts * count, depth), (depth, 1), packed.storage_offset())
+        strides = (0, 0) if isinstance(packed, PackedWeight4) else (depth, 1)
+        flat = packed.as_strided((num_experts * count, depth), strides, packed.storage_offset())
         ids = torch.arange(expert * count, (expert + 1) * count)
-        return embedding.make(launcher)["embed"](ids, flat.as_subclass(PackedWeight))
+        return embedding.make(launcher)["embed"](ids, flat.as_subclass(type(packed)))
 
     def separate(interleaved: Tensor) -> Tensor:  # the reverse of `_interleave`
         parts = interleaved.unflatten(0, (-1, 2, half)).transpose(0, 1).flatten(1, 2)

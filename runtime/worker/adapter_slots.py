@@ -66,8 +66,8 @@ class LayerSlots:
                 self.layers.append(layer)
         if not self.layers:
             raise CheckpointError("--enable-lora: this model has no linear layer that an adapter could change.")
-        # Block index -> MoE layer whose experts adapters can change. Quantised experts are left out, because their
-        # weights cannot be read.
+        # Block index -> MoE layer whose experts adapters can change. Experts whose weights cannot be read one by
+        # one (`ops.moe`) are left out.
         self.mixtures: dict[int, MoE] = {}
         for mixture in model.modules():
             if isinstance(mixture, MoE) and (block := BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -12,13 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import tiny_foreign
 from greedy import model_path
 from lora_adapters import adapter, linear_layers
 from lora_engine import PLAIN, answers, expected
+from quantized_checkpoints import SHAPE, write_mxfp4
 from runtime.errors import InvalidRequest
 from serve import Engine
+from tiny_checkpoints import cached
 
 _FOLDER = TemporaryDirectory(prefix="penstock-foreign-")
 CHANGES: dict[str, dict[str, Any]] = {
@@ -133,6 +137,25 @@ async def test_adapters_change_routed_experts(family: str, ranks: dict[str, Any]
         for _ in range(5 if "enable_eplb" in ranks else 1):  # experts move meanwhile
             assert await answers(engine, asked) == wanted
         assert await answers(engine, [("one by one", 5), ("one by one", 17)]) == [wanted[1], wanted[4]]
+
+
+async def test_adapters_change_experts_in_mxfp4(tmp_path: Path) -> None:
+    """gpt-oss's experts stay packed in 4 bits, and the tokens are those of peft with the dequantised experts."""
+    source, packed, plain = Path(cached("gpt_oss", **SHAPE)), tmp_path / "packed", tmp_path / "plain"
+    packed.mkdir()
+    write_mxfp4(source, packed)
+    copytree(source, plain)
+    tensors = load_file(packed / "model.safetensors")
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        parts = (tensors.pop(f"{name}_{part}") for part in ("blocks", "scales"))
+        tensors[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32).contiguous()
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    folders = {"experts": adapter(str(plain), 1, 4, ("q_proj", "v_proj"), target_parameters=EXPERTS)}
+    asked = [(name, number) for number in (5, 17) for name in (None, *folders)]
+    async with Engine(str(packed), lora_paths=[f"experts={folders['experts']}"], **PLAIN) as engine:
+        wanted = expected(str(plain), folders, asked)
+        assert wanted[0] != wanted[1]
+        assert await answers(engine, asked) == wanted
 
 
 def by_expert(folder: Path, target: Path, family: str) -> str:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from cpp_kernels import DTYPES, LESSER, THREADS, backend, drawn
-from kernel_cases.moe import CASES, Case, expected, inputs, outputs
+from kernel_cases.moe import CASES, FOUR_BITS, Case, expected, inputs, outputs
 from kernel_comparison import agree
 from ops.activation import ACTIVATIONS
-from ops.matmul.grouped import round_experts
+from ops.matmul.grouped import GroupedWeight, round_experts
 from ops.matmul.with_cpp import PackedWeight, PackedWeight4, PackedWeight8
 from ops.moe import GroupedMixture, Grouping, Mixture, native
 
@@ -150,3 +150,22 @@ def test_no_tokens_give_nothing() -> None:
     assert ours.mix(
         torch.empty(0, 24), ours.prepare_experts(Mixture(gate_up, down)), nothing, nothing.int(), "silu"
     ).shape == (0, 24)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_expert_in_4_bits_is_read_back(dtype: torch.dtype, form: str) -> None:
+    generator, wanted = torch.Generator().manual_seed(2), FOUR_BITS[form]
+
+    def draw(out_size: int, in_size: int) -> GroupedWeight:
+        codes = torch.randint(0, 16, (3, out_size, in_size), generator=generator, dtype=torch.uint8)
+        exponents = torch.randint(-9, -6, (3, out_size, in_size // wanted.group), generator=generator)
+        return GroupedWeight(codes, exponents.float().exp2(), table=wanted.table, powers=wanted.powers)
+
+    ours, mixture = backend("moe"), GroupedMixture(draw(192, 160), draw(160, 96))
+    prepared, plain = ours.prepare_grouped_experts(mixture, dtype), native.prepare_grouped_experts(mixture, dtype)
+    assert isinstance(prepared.gate_up, PackedWeight4)
+    for expert in range(3):
+        one = ours.one_expert(prepared, expert, 160, 96)
+        assert torch.equal(one.gate_up[0], plain.gate_up[expert])
+        assert torch.equal(one.down[0], plain.down[expert])
