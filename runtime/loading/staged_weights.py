@@ -203,21 +203,12 @@ class StagedWeights:
         nested lists. Raises CheckpointError if the values are stored in a form that cannot be converted back.
         """
         known = tensor_name(self._facts, name)
-        layer = next((layer for layer, shards in self._units.items() if known in shards), None)
-        if layer is None or known is None:
+        if known is None or known not in self._names:
             return None
-        if not _can_recover(layer):
-            raise CheckpointError(
-                f"{name} cannot be read: {type(layer).__name__} layers of this model keep only a converted form of it "
-                "(experts, quantised weights)."
-            )
-        rows = self._units[layer][known][0].shape
+        rows = self.shapes[known]
         if min(num_rows, rows[0]) * torch.Size(rows[1:]).numel() > MAX_READ:
             raise CheckpointError(f"{name}: at most {MAX_READ} numbers can be read at once. Set a lower truncate_size.")
-        with torch.inference_mode():
-            shell = _shell(layer, getattr(torch, self._plan.dtype), torch.device(self._plan.device))
-            _recover(layer, shell)
-        shards = own_shards(shell)[known]
+        shards = self._current(known)
         whole, parts = torch.full(shards[0].shape, torch.nan), torch.zeros(shards[0].shape, dtype=torch.bool)
         for shard in shards:
             shard.give(whole)
@@ -228,6 +219,53 @@ class StagedWeights:
         part = whole[tuple(slice(first, end) for first, end in zip(low, high, strict=True))]
         part = part[: max(0, num_rows - low[0])]
         return {"shape": list(whole.shape), "first": low, "values": part.tolist()}
+
+    @property
+    def vocabulary_names(self) -> list[str]:
+        """The model's names of the tensors of the embedding and of the LM head."""
+        layers = (self._model.embedding, self._model.head)
+        return sorted({name for layer in layers if layer is not None for name in self._units.get(layer, ())})
+
+    @property
+    def reads_vocabulary(self) -> bool:
+        """Whether `own_part` can return these tensors."""
+        return all(layer is None or _can_recover(layer) for layer in (self._model.embedding, self._model.head))
+
+    def own_part(self, name: str) -> Tensor:
+        """Return a whole tensor of the model with this rank's part of the values, and zeros elsewhere.
+
+        Raises CheckpointError if the values are stored in a form that cannot be converted back.
+        """
+        shards = self._current(name)
+        whole = torch.zeros(shards[0].shape, dtype=shards[0].target.dtype, device=shards[0].target.device)
+        for shard in shards:
+            shard.give(whole)
+        return whole
+
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weights of the layers that have these whole tensors, by the model's names."""
+        for layer, shards in self._units.items():
+            present = {name: each for name, each in shards.items() if name in tensors}
+            if present:
+                fresh = self._prepare(layer, MemoryTensors({**tensors}), present, recover=False)
+                if self._fixed:
+                    _check_layout(layer, fresh)
+                with torch.inference_mode():
+                    _replace(layer, fresh)
+        self._scratch = NOTHING
+
+    def _current(self, name: str) -> list[Shard]:
+        """Return the shards of this rank's part of a tensor, with its current values."""
+        layer = next(layer for layer, shards in self._units.items() if name in shards)
+        if not _can_recover(layer):
+            raise CheckpointError(
+                f"{name} cannot be read: {type(layer).__name__} layers of this model keep only a converted form of it "
+                "(experts, quantised weights)."
+            )
+        with torch.inference_mode():
+            shell = _shell(layer, getattr(torch, self._plan.dtype), torch.device(self._plan.device))
+            _recover(layer, shell)
+        return own_shards(shell)[name]
 
     def _source(self) -> Tensors:
         """Return the pending tensors under the model's names.

@@ -16,7 +16,7 @@ from ops.select import Kernels
 from runtime.config.gguf_header import is_gguf
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
-from runtime.errors import CheckpointError, InvalidRequest
+from runtime.errors import CheckpointError, ConfigurationError, InvalidRequest
 from runtime.layers.attention import KVScales
 from runtime.layers.embedding import Embedding
 from runtime.layers.expert_sharing import ExpertSharing
@@ -27,6 +27,7 @@ from runtime.loading.loader import Outline, make_pooler, outline_model, prepared
 from runtime.loading.parameters import Named, fill_shards
 from runtime.loading.staged_weights import StagedWeights, same_layout
 from runtime.loading.weight_memory import MemoryFile, checksums, fill_random, release, reserve
+from runtime.loading.whole_vocabulary import WholeVocabulary
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
 
@@ -92,6 +93,7 @@ class LoadedWeights:
         self._released = False
         self._staged: StagedWeights | None = None
         self._snapshot: dict[str, str] | None = None
+        self._vocabulary: WholeVocabulary | None = None  # a copy that follows the weights
         self.unset: set[str] = set()  # tensors that lost their values in a release, and have not been loaded since
         # Whether the weights are those of the source's files; False after `commit` and `fill_random`.
         self._from_files = source.plan.load_format != "remote_instance"
@@ -131,6 +133,7 @@ class LoadedWeights:
         self._from_files = True
         self.unset.clear()
         self._forget_backup()
+        self._gather_vocabulary()
 
     def restore(self) -> None:
         """Restore the weights from before the last `load`.
@@ -189,7 +192,25 @@ class LoadedWeights:
         names = self.staged.commit(keep_memory=keep_memory)
         self._from_files = self._from_files and not names
         self.unset -= names
+        self._gather_vocabulary()
         return len(names)
+
+    def follow(self, vocabulary: WholeVocabulary, *, gather: bool) -> None:
+        """Keep this copy equal to the weights of all ranks, from now on (`gather`) or from the next update on.
+
+        Raises `ConfigurationError` for `gather` if the weights are stored in a form that cannot be converted back. The
+        copy then does not follow updates.
+        """
+        if self.staged.reads_vocabulary:
+            self._vocabulary = vocabulary
+        elif gather:
+            raise ConfigurationError("A draft head cannot read the quantised embedding or LM head of several ranks.")
+        if gather:
+            self._gather_vocabulary()
+
+    def _gather_vocabulary(self) -> None:
+        if self._vocabulary is not None:
+            self._vocabulary.gather(self.staged)
 
     def send(self, send: Callable[[nn.Module], None]) -> None:
         """Call `send` with the model, whose parameters must not change meanwhile."""

@@ -284,8 +284,8 @@ class StepExecutor:
         `forward` computes hidden states, and `cpu_graph` computes whole steps in one call; both are used only without
         pipeline parallelism. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample
         tokens. `draft_model` (on a CPU) or `device_drafter` (on a GPU) proposes tokens; its pool has the same pages as
-        `pool`. `head_layers` is set in a pipeline with a draft head, and equal on all ranks: the layers whose inputs
-        the head reads, or () if it reads the final hidden states. The last stage then sends these for all tokens.
+        `pool`. `head_layers` is set if there is a draft head, and equal on all ranks: the layers whose inputs the head
+        reads, or () if it reads the final hidden states. The last stage of a pipeline sends these for all tokens.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
@@ -305,7 +305,7 @@ class StepExecutor:
         self._cpu_graph = cpu_graph
         self._draft_model = draft_model
         self._drafter = device_drafter
-        self._head_layers = None if head_layers is None else tuple(head_layers)
+        self._head_layers = tuple(head_layers) if head_layers is not None and self.pipelined else None
         self._dump = dump
         self._staging = Staging(device)
         pools = [pool, *(drafter.pool for drafter in (draft_model, device_drafter) if drafter is not None)]

@@ -39,9 +39,11 @@ from runtime.layers.batch_reads import batch_reads
 from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.moe import mixtures
 from runtime.loading.loader import load_model
+from runtime.loading.staged_weights import StagedWeights
 from runtime.loading.token_map import head_of_tokens, read_token_map
 from runtime.loading.weight_memory import stored_bytes
 from runtime.loading.weight_update import LoadedWeights, WeightSource
+from runtime.loading.whole_vocabulary import WholeVocabulary
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo, Stage
 from runtime.mesh.rendezvous import Rendezvous
@@ -371,6 +373,7 @@ class ModelWorker:
         device = open_device(self.device)
         if loaded.ring is not None:
             loaded.ring.use(device)
+        vocabulary = self._vocabulary
         drafter = self._make_draft_model(plan, device, model) if plan.scheduler.max_model_drafts else None
         reads_states = isinstance(drafter, DeviceDrafter) and drafter.reads_states
         forward = self._make_forward(loaded.setup, model, pool, device, cache, keeps_states=reads_states)
@@ -383,6 +386,8 @@ class ModelWorker:
         if self._warms_up(device) and not loaded.setup.plan.is_embedding:
             with torch.inference_mode(), device.forward():
                 sampler.warm_up(cache.num_sequences)
+        weights = self._loaded_weights(loaded, cache, name, fixed=forward is not model or cpu_graph is not None)
+        self._follow_vocabulary(weights, vocabulary)
         executor = StepExecutor(
             model,
             pool,
@@ -395,7 +400,7 @@ class ModelWorker:
             cuda_graphs=cuda_graphs,
             nan_detection=plan.kernels.nan_detection,
             copy_pages=self._copy_pages(cache),
-            weights=self._loaded_weights(loaded, cache, name, fixed=forward is not model or cpu_graph is not None),
+            weights=weights,
             adapters=self._adapters if name == TARGET else None,
             draft_model=None if isinstance(drafter, DeviceDrafter) else drafter,
             device_drafter=drafter if isinstance(drafter, DeviceDrafter) else None,
@@ -436,9 +441,11 @@ class ModelWorker:
         device = open_device(self.device)
         if loaded.ring is not None:
             loaded.ring.use(device)
-        if self._setup.head_layers:
+        if self._setup.head_layers and self.mesh.rank_info.pp_size > 1:
             model.tap(self._setup.head_layers, self.kernels.join)
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
+        weights = self._loaded_weights(loaded, cache, name, fixed=forward is not model)
+        self._follow_vocabulary(weights, None)
         executor = StepExecutor(
             model,
             pool,
@@ -447,7 +454,7 @@ class ModelWorker:
             device=device,
             mesh=self.mesh,
             copy_pages=self._copy_pages(cache),
-            weights=self._loaded_weights(loaded, cache, name, fixed=forward is not model),
+            weights=weights,
             adapters=self._adapters if name == TARGET else None,
             experts=self._rank_experts(name, model),
             head_layers=self._setup.head_layers,
@@ -514,9 +521,24 @@ class ModelWorker:
         draft = self._models.get(DRAFT)
         if draft is None or not isinstance(draft.decoder, DraftHead) or setup.rank_info.stage_size == 1:
             return None
-        target = setup.models[TARGET]
-        no_layers = Stage(range(0), first=True, last=False)
-        return load_model(target.facts, target.plan, self.kernels, self._alone, no_layers, self._alone.rank_info)
+        target, no_layers = setup.models[TARGET], Stage(range(0), first=True, last=False)
+        plan = replace(target.plan, load_format="dummy") if self._gathers_vocabulary else target.plan
+        return load_model(target.facts, plan, self.kernels, self._alone, no_layers, self._alone.rank_info)
+
+    @property
+    def _gathers_vocabulary(self) -> bool:
+        """Whether a draft head's copy of the embedding and LM head comes from the ranks, not from a checkpoint."""
+        return self._setup.models[TARGET].plan.load_format in ("sharded_state", "remote_instance")
+
+    def _follow_vocabulary(self, weights: LoadedWeights | None, copy: Decoder | None) -> None:
+        """Keep rank 0's `copy` of the embedding and LM head equal to the weights of all ranks of the first stage."""
+        info, target = self.mesh.rank_info, self._setup.models[TARGET]
+        if self._setup.head_layers is None or info.stage_size == 1 or not info.is_first_stage or weights is None:
+            return
+        staged = None
+        if copy is not None:
+            staged = StagedWeights(copy, target.facts, target.plan, fixed=True, scaled_cache=False)
+        weights.follow(WholeVocabulary(self.mesh.axis("tp"), staged), gather=self._gathers_vocabulary)
 
     def _make_adapters(self, setup: WorkerSetup) -> Adapters | None:
         if not setup.lora.enabled:
@@ -792,8 +814,8 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
 
 
 def _head_layers(plan: Plan, models: Mapping[str, ModelSetup]) -> Sequence[int] | None:
-    """Return the layers of a pipeline whose inputs a draft head reads (see `StepExecutor`)."""
-    if plan.parallel.pp_size == 1 or plan.draft.algorithm not in HEADS:
+    """Return the layers whose inputs a draft head reads (see `StepExecutor`), or None if there is no draft head."""
+    if plan.draft.algorithm not in HEADS:
         return None
     facts = models[DRAFT].facts
     return tapped_layers(Fields(facts.config, "config.json: ")) if plan.draft.algorithm == "EAGLE3" else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import draft_heads
 from draft_heads import TinyHead
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, ConfigurationError
+from runtime.loading.sharded_state import write_shards
 from runtime.loading.token_map import read_token_map
 from runtime.speculative.gain import DraftGain
 from runtime.worker.host_drafter import HostDrafter
@@ -226,6 +228,40 @@ async def test_what_is_not_a_head_is_refused(kind: str, changed: dict[str, Any],
 
 
 RANKS: list[dict[str, int]] = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load_format", ["sharded_state", pytest.param("auto", marks=pytest.mark.long)])
+async def test_a_heads_vocabulary_follows_the_weights_of_two_ranks(
+    load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's copy of the embedding and LM head has the values of all ranks, also after an update."""
+    tiny, proposals = TinyHead(tmp_path, "EAGLE llama"), Proposals(monkeypatch)
+    options: dict[str, Any] = {**tiny.options, "tp_size": 2, "dtype": "float32", "log_level": "error"}
+    if load_format == "sharded_state":
+        write_shards(str(tiny.target), str(tmp_path / "shards"), tp_size=2, pp_size=1, dtype="float32")
+        options |= {"model_path": str(tmp_path / "shards"), "load_format": load_format}
+    updated = tmp_path / "updated"
+    shutil.copytree(tiny.target, updated)
+    tensors = load_file(updated / "model.safetensors")
+    vocabulary = {"model.embed_tokens.weight": tiny.model.model.embed_tokens, "lm_head.weight": tiny.model.lm_head}
+    tensors |= {name: tensors[name].roll(7, 0) for name in vocabulary if name in tensors}
+    save_file(tensors, updated / "model.safetensors", {"format": "pt"})
+    prompt = torch.randint(3, tiny.vocab_size, (9,), generator=tiny.generator).tolist()
+    async with Engine(**options) as engine:
+        for turn in range(2):
+            proposals.take()
+            found = (await engine.generate(input_ids=prompt, sampling_params=GREEDY))[IDS]
+            rows = proposals.take()[:4]
+            assert rows
+            for start, drafts in rows:
+                logits = tiny.logits_of_drafts([*prompt, *found][: start + 1], drafts)
+                for row, draft in zip(logits, drafts, strict=True):
+                    assert row[draft] > row.max() - 1e-3
+            if not turn:
+                await engine.update_weights_from_disk(str(updated))
+                for layer in vocabulary.values():
+                    layer.weight.data = layer.weight.data.roll(7, 0)
 
 
 @pytest.mark.slow

@@ -177,9 +177,6 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
         return None
     if parallel.enable_dp_attention:
         return "attention groups (--enable-dp-attention) take no draft models yet; use NGRAM"
-    load_format = builder.args.model.load_format
-    if model in HEADS and parallel.tp_size > 1 and load_format in ("sharded_state", "remote_instance"):
-        return f"a draft head needs the whole embedding, but --load-format {load_format} has only a part for each rank"
     if gpu is not None and parallel.tp_size * parallel.pp_size > 1:
         return "on GPUs, draft models run with one rank only so far (no --tp-size, --pp-size); use NGRAM"
     if gpu is not None and facts.recurrent:
