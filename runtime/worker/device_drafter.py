@@ -13,12 +13,15 @@ from runtime.batch import Batch, Ints
 from runtime.kv_cache.pools import KVPool
 from runtime.modeling.decoder import Decoder
 from runtime.modeling.draft_head import DraftHead
+from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device
 from runtime.worker.draft_entries import DraftEntries, EntryRows, draft_sampling, drafted_by_model
-from runtime.worker.drafts import with_device_ids
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
+
+# Name of an array of draft tokens -> name of the array with their indices into [T].
+PLACES = {"draft_ids": "draft_places", "drafts_before": "places_before", "relaxed_drafts": "relaxed_places"}
 
 
 class DeviceDrafter:
@@ -55,9 +58,8 @@ class DeviceDrafter:
         self._stagings = [Staging(device) for _ in range(max_drafts + 1)]
         where = device.torch_device
         with torch.inference_mode(), device.forward():
-            self._last_tokens = torch.zeros(
-                num_sequences, dtype=torch.int64, device=where
-            )  # an argument of `prepare` that is not used here
+            # An argument of `prepare` that is not used here.
+            self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=where)
             self._ids = torch.zeros(num_sequences, kept, dtype=torch.int64, device=where)
             size = model.hidden_size if self._head is not None else 0
             self._states = torch.zeros(num_sequences, kept, size, dtype=model.dtype, device=where)
@@ -81,12 +83,12 @@ class DeviceDrafter:
         self._store(batch, inputs, self._ids, token_ids)
         rows, counts = drafted_by_model(batch)
         todo = self._entries.missing(batch, rows)
-        if len(todo.rows) and (self._head is None or not todo.from_batch.all()):
+        if len(todo.rows):
             token_ids = self._propose(batch, inputs, token_ids, todo, rows, counts, lengths)
         if not len(rows):
             return inputs
         self._store(batch, inputs, self._ids, token_ids)
-        return with_token_ids(inputs, token_ids)
+        return _with_token_ids(inputs, token_ids)
 
     def observe(self, batch: Batch, inputs: StepInputs, states: Tensor) -> None:
         """Process the target's states of a step's tokens, [T, 3E] or [T, E]. Does nothing for a draft model."""
@@ -209,10 +211,19 @@ class DeviceDrafter:
             stored[inputs.sequences[part], inputs.forward.positions[part] % kept] = values[part].to(stored.dtype)
 
 
-def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
-    """Return a step's inputs with the token ids int64 [T]. Ids also replace DRAFT in the arrays of draft tokens."""
+def _with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
+    """Return a step's inputs with the token ids int64 [T], also in place of DRAFT in the arrays of draft tokens."""
+
+    def filled(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(arrays)
+        for ids, places in PLACES.items():
+            if places in found:
+                found[ids] = torch.where(found[ids] == DRAFT, token_ids[found[places]], found[ids])
+        return found
+
     samples, more = inputs.samples, inputs.samples.more
-    if samples.drafts is not None:
-        samples = samples._replace(drafts=with_device_ids(samples.drafts, token_ids))
-    samples = samples._replace(more=more._replace(on_device=with_device_ids(more.on_device, token_ids)))
+    samples = samples._replace(
+        drafts=None if samples.drafts is None else filled(samples.drafts),
+        more=more._replace(on_device=filled(more.on_device)),
+    )
     return inputs._replace(forward=replace(inputs.forward, token_ids=token_ids), samples=samples)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ops.sampling.native import to_device
 from runtime.batch import UNKNOWN, Batch, Drafts, Sampling, uniform_numbers
-from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.branches import branch_arrays, is_trunk, take_branches
 
 OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays that `verify` reads
@@ -39,7 +38,7 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
         "draft_sequences": batch.sequence_indices[rows].astype(np.int64),  # [R]
         "draft_firsts": firsts.astype(np.int64),  # [R], index into [N] of each row's first sampled position
         "draft_owners": owners.astype(np.int64),  # [D], index into [R] of each row with draft tokens
-        # [D, K]; padding is -1, which no token equals. `with_device_ids` replaces DRAFT.
+        # [D, K]; padding is -1, which no token equals. On a GPU, `DeviceDrafter` replaces DRAFT.
         "draft_ids": np.where(is_draft, ids, -1).astype(np.int64),
         "draft_places": np.minimum(positions, len(batch.token_ids) - 1).astype(np.int64),  # [D, K], indices into [T]
         "draft_rows": drafts.rows.astype(np.int64),  # [D], row in the batch
@@ -69,22 +68,6 @@ def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.nda
         "drafts_before": np.where(numbers < offsets[:, None], ids, -1).astype(np.int64),  # [P, K]
         "places_before": np.minimum(places, len(batch.token_ids) - 1).astype(np.int64),  # [P, K], indices into [T]
     }
-
-
-def with_device_ids(arrays: Mapping[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
-    """Return a step's arrays with the proposed ids in `token_ids`, int64 [T], in place of `DRAFT`.
-
-    Used on a GPU, where the host does not know these ids.
-    """
-    found = dict(arrays)
-    for ids, places in (
-        ("draft_ids", "draft_places"),
-        ("drafts_before", "places_before"),
-        ("relaxed_drafts", "relaxed_places"),
-    ):
-        if places in found:
-            found[ids] = torch.where(found[ids] == DRAFT, token_ids[found[places]], found[ids])
-    return found
 
 
 def with_proposals(batch: Batch, proposed: Batch) -> Batch:
