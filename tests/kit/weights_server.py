@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +20,7 @@ import tiny_checkpoints
 from serve import Engine
 from serve.server.app import build_app
 
+PREFIX = "remote_instance_weight_loader"
 PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
@@ -78,3 +82,30 @@ async def post(http: httpx.AsyncClient, route: str, body: Any = None, status: in
 
 async def ids(http: httpx.AsyncClient) -> list[int]:
     return (await post(http, "/generate", {"input_ids": PROMPT, "sampling_params": GREEDY}))["output_ids"]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def copied_from(port: int, ranks: int = 1) -> dict[str, Any]:
+    return {
+        "load_format": "remote_instance",
+        f"{PREFIX}_seed_instance_ip": "127.0.0.1",
+        f"{PREFIX}_seed_instance_service_port": port,
+        f"{PREFIX}_send_weights_group_ports": free_ports(ranks),
+    }
+
+
+def without_weights(path: str, folder: Path, **changes: Any) -> str:
+    """Return a folder with the configuration of a checkpoint, and none of its weights."""
+    shutil.copytree(path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_remote_instance import copied_from, without_weights
 
 import draft_heads
 from draft_heads import TinyHead
@@ -23,6 +25,7 @@ from runtime.speculative.gain import DraftGain
 from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.model_runner import StepExecutor
 from serve import Engine
+from weights_server import serving
 
 IDS = "output_ids"
 PROMPTS = ["the cat sat on the mat", "a b c d a b c d", "x"]
@@ -231,16 +234,25 @@ RANKS: list[dict[str, int]] = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load_format", ["sharded_state", pytest.param("auto", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "load_format",
+    ["sharded_state", *(pytest.param(each, marks=pytest.mark.long) for each in ("auto", "remote_instance"))],
+)
 async def test_a_heads_vocabulary_follows_the_weights_of_two_ranks(
     load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0's copy of the embedding and LM head has the values of all ranks, also after an update."""
     tiny, proposals = TinyHead(tmp_path, "EAGLE llama"), Proposals(monkeypatch)
-    options: dict[str, Any] = {**tiny.options, "tp_size": 2, "dtype": "float32", "log_level": "error"}
+    ranks: dict[str, Any] = {"tp_size": 2, "dtype": "float32"}
+    options: dict[str, Any] = {**tiny.options, **ranks, "log_level": "error"}
     if load_format == "sharded_state":
         write_shards(str(tiny.target), str(tmp_path / "shards"), tp_size=2, pp_size=1, dtype="float32")
         options |= {"model_path": str(tmp_path / "shards"), "load_format": load_format}
+    seed = AsyncExitStack()
+    if load_format == "remote_instance":
+        _, http = await seed.enter_async_context(serving(str(tiny.target), **ranks))
+        options |= copied_from(http.base_url.port or 0, 2)
+        options["model_path"] = without_weights(str(tiny.target), tmp_path / "new")
     updated = tmp_path / "updated"
     shutil.copytree(tiny.target, updated)
     tensors = load_file(updated / "model.safetensors")
@@ -248,7 +260,7 @@ async def test_a_heads_vocabulary_follows_the_weights_of_two_ranks(
     tensors |= {name: tensors[name].roll(7, 0) for name in vocabulary if name in tensors}
     save_file(tensors, updated / "model.safetensors", {"format": "pt"})
     prompt = torch.randint(3, tiny.vocab_size, (9,), generator=tiny.generator).tolist()
-    async with Engine(**options) as engine:
+    async with seed, Engine(**options) as engine:
         for turn in range(2):
             proposals.take()
             found = (await engine.generate(input_ids=prompt, sampling_params=GREEDY))[IDS]

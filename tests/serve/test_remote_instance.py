@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +12,7 @@ from safetensors.torch import load_file
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.worker import remote_instance
 from serve import Engine
-from weights_server import PLAIN, checkpoint, post, serving, state
-
-PREFIX = "remote_instance_weight_loader"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def copied_from(port: int, ranks: int = 1) -> dict[str, Any]:
-    return {
-        "load_format": "remote_instance",
-        f"{PREFIX}_seed_instance_ip": "127.0.0.1",
-        f"{PREFIX}_seed_instance_service_port": port,
-        f"{PREFIX}_send_weights_group_ports": free_ports(ranks),
-    }
-
-
-def without_weights(path: str, folder: Path, **changes: Any) -> str:
-    """Return a folder with the configuration of a checkpoint, and none of its weights."""
-    shutil.copytree(path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+from weights_server import PLAIN, PREFIX, checkpoint, copied_from, free_ports, post, serving, state, without_weights
 
 
 @pytest.mark.parametrize(
