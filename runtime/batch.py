@@ -141,7 +141,7 @@ class Drafts:
     @property
     def all_rows(self) -> frozenset[int]:
         """The rows with draft tokens, and the branches."""
-        return frozenset(np.concatenate([self.rows, () if self.branches is None else self.branches.rows]).tolist())
+        return frozenset([*self.rows.tolist(), *(() if self.branches is None else self.branches.rows.tolist())])
 
 
 class Branches(NamedTuple):

@@ -192,7 +192,8 @@ class LoadedWeights:
         names = self.staged.commit(keep_memory=keep_memory)
         self._from_files = self._from_files and not names
         self.unset -= names
-        self._gather_vocabulary()
+        if not names.isdisjoint(self.staged.vocabulary_names):
+            self._gather_vocabulary()
         return len(names)
 
     def follow(self, vocabulary: WholeVocabulary, *, gather: bool) -> None:

@@ -477,7 +477,7 @@ class StepExecutor:
             forward = replace(inputs.forward, adapted=self._adapted(batch))
             x, residual = self._model.blocks(stages.recv(self._empty_hidden(batch), stages.previous), None, forward)
             self._note_experts(batch)
-            if stages.next:
+            if stages.next:  # this is not the last stage
                 stages.send(x if residual is None else x + residual, stages.next)
             elif self._head_layers == ():
                 stages.send(self._model.finish(x, residual), stages.next)

@@ -533,7 +533,14 @@ class ModelWorker:
     def _follow_vocabulary(self, weights: LoadedWeights | None, copy: Decoder | None) -> None:
         """Keep rank 0's `copy` of the embedding and LM head equal to the weights of all ranks of the first stage."""
         info, target = self.mesh.rank_info, self._setup.models[TARGET]
-        if self._setup.head_layers is None or info.stage_size == 1 or not info.is_first_stage or weights is None:
+        if self._setup.head_layers is None or info.stage_size == 1 or not info.is_first_stage:
+            return
+        if weights is None:
+            if self._gathers_vocabulary:
+                raise ConfigurationError(
+                    f"With --load-format {target.plan.load_format} and --tp-size, a draft head takes no model with "
+                    "layers in host memory; use --load-format auto."
+                )
             return
         staged = None
         if copy is not None:
