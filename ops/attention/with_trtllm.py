@@ -30,12 +30,25 @@ class Lengths(NamedTuple):
     most_queries: int  # largest number of computed tokens of a row
 
 
+class Workspace:
+    """Memory of the kernels of one engine, allocated at first use."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the memory, uint8 [WORKSPACE_BYTES]. The kernels keep counters in it, which must start at 0."""
+        if self._memory is None:
+            self._memory = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return self._memory
+
+
 class TensorRT:
     """Owns the workspace of the kernels of one engine. `attend` follows the contract of `ops.attention`."""
 
     def __init__(self) -> None:
         self.attend = hybrid(self._decode, self._prefill)
-        self._workspace: Tensor | None = None
+        self._workspace = Workspace()
 
     def _decode(
         self,
@@ -92,12 +105,10 @@ class TensorRT:
         check_heads(q)
         if k_pool.dtype != q.dtype:
             raise ValueError(f"trtllm_mha reads a cache of the query's {q.dtype}, not of {k_pool.dtype}. Use triton.")
-        if self._workspace is None:  # the kernels keep counters in the workspace, which must start at 0
-            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         return {
             "query": q.contiguous(),
             "kv_cache": (k_pool, v_pool),
-            "workspace_buffer": self._workspace,
+            "workspace_buffer": self._workspace.on(q.device),
             "block_tables": metadata.page_table,
             "seq_lens": row_lengths(metadata).of_rows,
             "bmm1_scale": options.scale * options.k_scale,

@@ -15,7 +15,7 @@ from torch import Tensor
 from ops.attention import Attend, AttentionMetadata, AttentionOptions
 from ops.attention.hybrid import hybrid
 from ops.attention.with_flashinfer import FlashInfer, check_latent, is_latent
-from ops.attention.with_trtllm import WORKSPACE_BYTES, row_lengths
+from ops.attention.with_trtllm import Workspace, row_lengths
 from ops.backends import LATENT_DIMS, TRTLLM_LATENT_PAGE_SIZES
 
 NOPE_DIM = 128  # the only value that FlashInfer accepts for latent vectors of 512 elements; kernels do not use it
@@ -31,7 +31,7 @@ class LatentTensorRT:
 
     def __init__(self) -> None:
         self._by_rows = hybrid(self._decode, FlashInfer().attend)
-        self._workspace: Tensor | None = None
+        self._workspace = Workspace()
 
     def attend(
         self,
@@ -65,13 +65,11 @@ class LatentTensorRT:
     ) -> Tensor:
         """Compute attention of rows of one token."""
         run = import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla
-        if self._workspace is None:  # the kernels keep counters in the workspace, which must start at 0
-            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         (rank, rope_dim), lengths, out = LATENT_DIMS, row_lengths(metadata), torch.empty_like(q)
         out[..., :rank] = run(
             query=q.unsqueeze(1),
             kv_cache=k_pool,
-            workspace_buffer=self._workspace,
+            workspace_buffer=self._workspace.on(q.device),
             qk_nope_head_dim=NOPE_DIM,
             kv_lora_rank=rank,
             qk_rope_head_dim=rope_dim,
