@@ -31,6 +31,7 @@ COMMANDS = {
     ),
     "gpu": ("bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
     "gpu-model": ("bench.gpu_model", "predict decode steps on a GPU from bytes, operations and launches"),
+    "gpu-tables": ("bench.gpu_tables", "add up measured kernels of other engines for gpu-model"),
     "gpu-bundle": ("bench.contact.bundle", "gather what a GPU machine without a package index lacks"),
     "gpu-contact": ("bench.contact.command", "prove everything that concerns a GPU within a budget of time"),
     "flashinfer-modules": (

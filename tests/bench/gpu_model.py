@@ -1,15 +1,23 @@
-"""`just study gpu-model`: predict the time of decode steps on a GPU from bytes, operations and launches.
+"""`just study gpu-model`: predict the time of decode steps on a GPU from bytes, operations, instructions and launches.
 
-Nothing is measured. A kernel takes the longest of three times: its bytes at a share of the memory's bandwidth, its
-operations at a share of the peak, and a shortest time for any kernel in a CUDA graph. The kernels are those that
+Nothing is measured. A kernel takes a shortest time for any kernel in a CUDA graph, and the longest of four times: its
+bytes at a share of the memory's bandwidth, its operations at a share of the peak, the instructions of its main loop at
+a share of the issue rate, and the latency of loads that need the result of another load. The kernels are those that
 Penstock launches (a test counts them). The roof is the time of the step's bytes and operations at the full rates.
+
+With --compare, the parts for which tables of other engines exist (`gpu_tables.py`) are predicted alone: products with
+16-bit weights, attention and experts. Penstock computes these products with cuBLAS through torch, as SGLang and vLLM
+do, so they take the mean of the times in their tables. Attention and experts are our own kernels in Triton, at the
+rates that the compiled code allows (`Gpu`). Attention of prefill is FlashAttention 3, as in SGLang's table.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 class Gpu(NamedTuple):
@@ -20,6 +28,9 @@ class Gpu(NamedTuple):
     bandwidth_share: float = 0.9  # share of the bandwidth that a kernel with many bytes in flight reaches
     peak_share: float = 0.7  # share of the peak that a product of many rows reaches
     kernel_s: float = 2.2e-6  # shortest time of a kernel in a graph, with the gap before it
+    latency_s: float = 0.8e-6  # of a load from memory
+    issue_per_s: float = 2.97e13  # instructions of threads: 132 multiprocessors, 4 warps each at 1.755 GHz
+    issue_share: float = 0.7
 
 
 GPUS = {
@@ -44,6 +55,7 @@ class Model(NamedTuple):
     top_k: int = 0
     shared: int = 0  # inner size of the shared expert
     latent: int = 0  # size of latent vectors (MLA), 512 + 64
+    window: int = 0  # size of the sliding window of every second layer; 0: none
     expert_bits: float = 16  # most bits per weight of experts; fewer than 16 if checkpoints store them in fewer
 
 
@@ -51,20 +63,25 @@ MODELS = {
     "Llama-3.1-8B": Model(32, 4096, 14_336, 32, 8, 128, 128_256),
     "Qwen3-8B": Model(36, 4096, 12_288, 32, 8, 128, 151_936),
     "Qwen3-30B-A3B": Model(48, 2048, 768, 32, 4, 128, 151_936, experts=128, top_k=8),
-    "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201_088, experts=32, top_k=4, expert_bits=4.25),
+    "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201_088, experts=32, top_k=4, window=128, expert_bits=4.25),
     "DeepSeek-V2-Lite": Model(27, 2048, 1408, 16, 1, 192, 102_400, experts=64, top_k=6, shared=2816, latent=576),
 }
-# Sums of measured kernels from NVIDIA's published tables (aiconfigurator-core 0.12.0, for SGLang, vLLM and
-# TensorRT-LLM), in ms: (model, rows, context) -> (least, most). They fit the bandwidth of an H200.
-TABLES = {("Llama-3.1-8B", 1, 1024): (4.54, 4.54), ("Qwen3-8B", 256, 1536): (20.1, 21.6)}
+# Parts of a step that the tables of other engines have, and the kernels of ours that belong to them.
+EXPERTS = ("sort", "experts' gate and up", "experts' gate", "experts' down", "combine")
+ATTENTION = ("attention", "merge splits")
+INSTRUCTIONS = 8.9  # per weight in 4 bits: the main loop of the compiled kernel (tests/ops/test_compiled.py)
+ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "trtllm": "TensorRT-LLM"}
+SUMS = Path(__file__).with_name("gpu_tables.json")
 
 
 class Kernel(NamedTuple):
-    """One launch: bytes that it reads and writes, and operations."""
+    """One launch: bytes that it reads and writes, operations, and properties that limit small kernels."""
 
     name: str
     bytes: float
     operations: float = 0.0
+    instructions: float = 0.0  # of threads, in the main loop; 0: never the limit
+    loads: int = 1  # number of loads that wait for each other
 
 
 def product(name: str, rows: float, out_size: int, in_size: int, bits: float = 16) -> Kernel:
@@ -91,8 +108,7 @@ def layer(model: Model, rows: int, context: int, bits: float = 16, cache_bits: f
         yield product("down product", rows, model.size, model.inner, bits)
         return
     pairs = rows * model.top_k
-    # Expected number of experts that at least one token uses, if tokens choose at random.
-    used = model.experts * (1 - (1 - model.top_k / model.experts) ** rows)
+    used = min(model.experts, pairs)  # number of experts that tokens use, if the choices are balanced
     yield product("router", rows, model.experts, model.size)
     yield small("route", rows, model.experts)
     yield small("sort", pairs, 2)
@@ -100,10 +116,13 @@ def layer(model: Model, rows: int, context: int, bits: float = 16, cache_bits: f
         ("experts' gate and up", 2 * model.inner, model.size),
         ("experts' down", model.size, model.inner),
     ):
-        moved = used * out_size * in_size * min(bits, model.expert_bits) / 8 + 2 * pairs * (in_size + out_size)
-        yield Kernel(name, moved, 2 * pairs * out_size * in_size)
+        weights, width = used * out_size * in_size, min(bits, model.expert_bits)
+        moved = weights * width / 8 + 2 * pairs * (in_size + out_size)
+        tiles = max(1.0, pairs / used / 128)  # a weight is converted once for each 128 rows
+        instructions = tiles * weights * INSTRUCTIONS if width < 8 else 0.0
+        yield Kernel(name, moved, 2 * pairs * out_size * in_size, instructions, loads=3)
         if out_size == 2 * model.inner:
-            yield small("gate", pairs, 2 * model.inner)
+            yield small("experts' gate", pairs, 2 * model.inner)
     yield small("combine", pairs, model.size)
     if model.shared:
         yield product("shared gate and up", rows, 2 * model.shared, model.size, bits)
@@ -127,8 +146,9 @@ def _attention(model: Model, rows: int, context: int, bits: float, cache_bits: f
         yield product("query, key and value product", rows, width + 2 * kv_width, model.size, bits)
         yield small("norms of heads, rotation and store", rows, width + 2 * kv_width)
         read, operations = 2 * context * kv_width, 4 * context * width
-    yield Kernel("attention", rows * read * cache_bits / 8, rows * operations)
-    yield small("merge splits", rows, width)
+    # The start of the row, its page and its keys are loaded one after the other.
+    yield Kernel("attention", rows * read * cache_bits / 8, rows * operations, loads=3)
+    yield small("merge splits", rows, width)._replace(loads=2)
     if model.latent:
         yield product("values per head", rows, model.heads * 128, 512)
 
@@ -158,6 +178,8 @@ def predict(gpu: Gpu, kernels: Sequence[Kernel], bits: float = 16) -> Prediction
     seconds = sum(
         max(
             gpu.kernel_s + kernel.bytes / (gpu.bytes_per_s * gpu.bandwidth_share),
+            gpu.kernel_s + (kernel.loads - 1) * gpu.latency_s,
+            kernel.instructions / (gpu.issue_per_s * gpu.issue_share),
             kernel.operations / (peak * gpu.peak_share),
         )
         for kernel in kernels
@@ -166,12 +188,75 @@ def predict(gpu: Gpu, kernels: Sequence[Kernel], bits: float = 16) -> Prediction
     return Prediction(seconds, max(moved / gpu.bytes_per_s, operations / peak), len(kernels))
 
 
+def sums(gpu: str) -> Mapping[str, Any]:
+    """Return {engine: {case: {part: µs}}} of the tables for a GPU (`gpu_tables.case_name`), or {} if there are none."""
+    return json.loads(SUMS.read_text(encoding="utf-8")).get(gpu, {})
+
+
+def windowed(model: Model, rows: int, context: int, cache_bits: float) -> list[Kernel]:
+    """Return the launches of all layers' attention in a decode step."""
+    found = []
+    for index in range(model.layers):
+        length = min(context, model.window) if model.window and index % 2 else context
+        found += [each for each in _attention(model, rows, length, 16, cache_bits) if each.name in ATTENTION]
+    return found
+
+
+def compared(gpu: str, name: str, rows: int, cache_bits: float) -> dict[str, dict[str, float]]:
+    """Return {engine: {part: ms}} for a case, with "ours" by the model. `rows` is 0 for a prefill step."""
+    from bench.gpu_tables import CONTEXT, PROMPTS, case_name
+
+    model, known = MODELS[name], sums(gpu)
+    case = case_name(name, rows, cache_bits)
+    found = {
+        engine: {part: time / 1e3 for part, time in known[engine][case].items()}
+        for engine in ENGINES
+        if case in known[engine]
+    }
+    with_torch = [known[engine].get(case_name(name, rows, 16)) for engine in ("sglang", "vllm")]
+    if None in with_torch:
+        return {}
+    products = sum(each["products"] for each in with_torch) / 2e3
+    ours = {"products": products, "attention": with_torch[0]["attention"] / 1e3, "experts": 0.0}
+    tokens = rows or PROMPTS[0] * PROMPTS[1]
+    if rows:
+        ours["attention"] = 1e3 * predict(GPUS[gpu], windowed(model, rows, CONTEXT, cache_bits)).seconds
+    if model.experts:
+        experts = [each for each in layer(model, tokens, CONTEXT) if each.name in EXPERTS]
+        ours["experts"] = 1e3 * model.layers * predict(GPUS[gpu], experts).seconds
+    return {"ours": ours, **found}
+
+
+def comparison(gpu: str, rows: Sequence[int], cache_bits: float) -> Iterator[str]:
+    """Yield a table in Markdown. Times are sums of products, attention and experts, in ms."""
+    from bench.gpu_tables import CONTEXT, PROMPTS
+
+    prefill = f"prefill of {PROMPTS[0]} x {PROMPTS[1]} tokens"
+    yield f"{gpu}, {CONTEXT} tokens of context per row, {cache_bits:g}-bit cache; {prefill}."
+    yield "Ours by the model, nothing measured; others by NVIDIA's tables of measured kernels."
+    yield ""
+    yield f"| model | step | ours | {' | '.join(ENGINES.values())} | best / ours | largest difference from the best |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name in MODELS:
+        for count in (*rows, 0):
+            found = compared(gpu, name, count, cache_bits)
+            others = {engine: sum(found[engine].values()) for engine in ENGINES if engine in found}
+            if not others:
+                continue
+            ours, best = sum(found["ours"].values()), min(others, key=others.__getitem__)
+            part = max(found["ours"], key=lambda each: abs(found["ours"][each] - found[best][each]))
+            cells = [f"{others[engine]:.2f}" if engine in others else "" for engine in ENGINES]
+            step = f"{count} rows" if count else "prefill"
+            differs = f"{part}: {found['ours'][part]:.2f}, {ENGINES[best]} {found[best][part]:.2f}"
+            yield f"| {name} | {step} | {ours:.2f} | {' | '.join(cells)} | {others[best] / ours:.2f} | {differs} |"
+
+
 def lines(gpu: str, rows: Sequence[int], context: int, bits: float, cache_bits: float) -> Iterator[str]:
     """Yield a table in Markdown."""
     yield f"Predicted for {gpu}, {context} tokens of context per row, {bits:g} bits per weight; nothing is measured."
     yield ""
-    yield "| model | rows | step, ms | roof, ms | share of the roof | launches | largest part | sums of tables, ms |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "| model | rows | step, ms | roof, ms | share of the roof | launches | largest part |"
+    yield "|---|---|---|---|---|---|---|"
     for name, model in MODELS.items():
         for count in rows:
             kernels = step(model, count, context, bits, cache_bits)
@@ -180,12 +265,9 @@ def lines(gpu: str, rows: Sequence[int], context: int, bits: float, cache_bits: 
             for kernel in kernels:
                 parts[kernel.name] = parts.get(kernel.name, 0.0) + predict(GPUS[gpu], [kernel], bits).seconds
             part = max(parts, key=parts.__getitem__)
-            known = TABLES.get((name, count, context)) if gpu == "h200" and bits == cache_bits == 16 else None
-            told = "" if known is None else " to ".join(dict.fromkeys(f"{each:g}" for each in known))
             yield (
                 f"| {name} | {count} | {1e3 * made.seconds:.2f} | {1e3 * made.roof_s:.2f} | "
-                f"{made.roof_s / made.seconds:.0%} | {made.launches} | {part} ({parts[part] / made.seconds:.0%}) | "
-                f"{told} |"
+                f"{made.roof_s / made.seconds:.0%} | {made.launches} | {part} ({parts[part] / made.seconds:.0%}) |"
             )
 
 
@@ -197,6 +279,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--context-len", type=int, default=1024)
     parser.add_argument("--weight-bits", type=float, choices=(16, 8, 4.5), default=16, help="of layers and experts")
     parser.add_argument("--cache-bits", type=float, choices=(16, 8), default=16)
+    parser.add_argument("--compare", action="store_true", help="with the tables of other engines")
     args = parser.parse_args(arguments)
+    if args.compare:
+        if args.gpu not in json.loads(SUMS.read_text(encoding="utf-8")):
+            parser.error(f"--compare has no tables for {args.gpu}.")
+        print("\n".join(comparison(args.gpu, args.rows, args.cache_bits)))
+        return 0
     print("\n".join(lines(args.gpu, args.rows, args.context_len, args.weight_bits, args.cache_bits)))
     return 0
