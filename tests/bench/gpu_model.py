@@ -69,7 +69,10 @@ MODELS = {
 # Parts of a step that the tables of other engines have, and the kernels of ours that belong to them.
 EXPERTS = ("sort", "experts' gate and up", "experts' gate", "experts' down", "combine")
 ATTENTION = ("attention", "merge splits")
-INSTRUCTIONS = 8.9  # per weight in 4 bits: the main loop of the compiled kernel (tests/ops/test_compiled.py)
+# Instructions of threads in the main loops of compiled kernels: per weight in 4 bits (tests/ops/test_compiled.py), and
+# per byte of the cache that decode attention reads: 453 for 64 keys and values of a head in 16 bits, 901 in float8.
+INSTRUCTIONS = 8.9
+PER_CACHE_BYTE = {16: 453 * 128 / 2**15, 8: 901 * 128 / 2**14}
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "trtllm": "TensorRT-LLM"}
 SUMS = Path(__file__).with_name("gpu_tables.json")
 
@@ -147,7 +150,8 @@ def _attention(model: Model, rows: int, context: int, bits: float, cache_bits: f
         yield small("norms of heads, rotation and store", rows, width + 2 * kv_width)
         read, operations = 2 * context * kv_width, 4 * context * width
     # The start of the row, its page and its keys are loaded one after the other.
-    yield Kernel("attention", rows * read * cache_bits / 8, rows * operations, loads=3)
+    moved = rows * read * cache_bits / 8
+    yield Kernel("attention", moved, rows * operations, moved * PER_CACHE_BYTE[int(cache_bits)], loads=3)
     yield small("merge splits", rows, width)._replace(loads=2)
     if model.latent:
         yield product("values per head", rows, model.heads * 128, 512)
