@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_remote_instance import copied_from, without_weights
 
 import draft_heads
 from draft_heads import TinyHead
@@ -25,7 +24,7 @@ from runtime.speculative.gain import DraftGain
 from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.model_runner import StepExecutor
 from serve import Engine
-from weights_server import serving
+from weights_server import copied_from, serving, without_weights
 
 IDS = "output_ids"
 PROMPTS = ["the cat sat on the mat", "a b c d a b c d", "x"]
