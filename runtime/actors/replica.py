@@ -255,8 +255,8 @@ class _ReplicaLoader:
                     min_pages=max(1, int(threshold) // plan.cache.page_size),
                     saves=plan.cache.storage != "decode",
                     loads=plan.cache.storage != "prefill",
-                    # Load even if computing is faster: prompts would delay running requests.
-                    loads_slow=plan.cache.storage == "decode",
+                    # Even if computing is faster, because prompts would delay running requests.
+                    prefilled_only=plan.cache.storage == "decode",
                     is_awaited=plan.cache.storage == "prefill",
                 )
         return prefixes

@@ -28,7 +28,7 @@ from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, Not
 from runtime.kv_cache.storage_tier import StorageTier, Wanted
 from runtime.loading.digest import model_digest
 from runtime.page_store.opening import open_store
-from runtime.page_store.peers import PromptState
+from runtime.page_store.peers import PromptState, PromptWatch
 from runtime.page_store.protocol import PageStore, StoreSpace, check_config
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence as TokenSequence
@@ -44,12 +44,8 @@ MAX_LOOKUPS = 4  # maximum number of threads that look up pages, so that a slow 
 MAX_WATCHES = 64
 FIRST_WAIT_S = 1.0  # longest wait for pages while the prefill speed is unknown
 STALL_S = 5.0  # longest wait until a prompt arrives at the prefill server
-# A decode server asks again for missing pages after this share of the time that it has waited, within these bounds.
-POLL_SHARE, MIN_POLL_S, MAX_POLL_S = 0.03, 0.002, 0.005
 # While a CPU computes steps, saves take at most this share of the time, and move at most this number of pages at once.
 SAVE_SHARE, SAVED_AT_ONCE = 0.02, 8
-WATCHED_AT_ONCE = 256  # maximum number of pages in one request to the store, because a long prompt has thousands
-LOOKUP_S = 0.0005  # added to the interval between two lookups, for each concurrent load
 BACKENDS = ("file",)  # backends that a client may attach without naming a folder or class
 LAYOUT = "1"  # version of the page layout; change it whenever the bytes of a page change
 
@@ -60,7 +56,7 @@ NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout p
 class WatchedStore(Protocol):
     """A store whose pages are computed by prefill servers (see `PeerPages.watch`)."""
 
-    def watch(self, prompt: bytes, keys: Sequence[bytes]) -> tuple[int, PromptState]: ...
+    async def watch(self, prompt: bytes, keys: Sequence[bytes]) -> PromptWatch: ...
 
 
 class Attachment(NamedTuple):
@@ -93,6 +89,8 @@ class Storage:
         # Changes in the prompts of a prefill server, to be told to decode servers. None with other stores.
         self._prompts = PromptNotes(tier, scheduler, plan.cache.page_size) if plan.cache.storage == "prefill" else None
         self._prompt_work = asyncio.Event()
+        self._has_saved = False  # whether decode servers have not been told of some saved pages
+        self._watches: set[PromptWatch] = set()  # prompts of prefill servers for which lookups wait
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
         self._rested = asyncio.Event()  # set when saves need not pause for steps
@@ -195,6 +193,8 @@ class Storage:
         if self._tier.attached:
             self._tier.detach()
             self._rested.set()
+            for watch in self._watches:
+                watch.wake()
             self.attachment = None
             self.wake()
 
@@ -283,38 +283,36 @@ class Storage:
     async def _arrivals(self, store: PageStore, wanted: Wanted) -> AsyncGenerator[tuple[int, int]]:
         """Yield how many of the next wanted pages the store has, and how many after them may still come.
 
-        If a prefill server computes the prompt, first wait for all its pages. The wait ends early if the prefill server
-        stops working on the prompt or no request needs it. With other stores, the client's header that announces a
-        prefill server has no effect.
+        If a prefill server computes the prompt, go on until it has all pages, stops working on the prompt, or no
+        request needs it.
         """
         keys = wanted.keys[wanted.first :]
-        is_watched = self._plan.cache.storage == "decode" and isinstance(store, WatchedStore)
-        prompt = prompt_keys(wanted.sequences[0], self._plan.cache.page_size)[-1:] if is_watched else []
-        if not isinstance(store, WatchedStore) or not prompt or not self._is_prefilled(wanted):
+        if self._plan.cache.storage != "decode" or not isinstance(store, WatchedStore):
             yield await anyio.to_thread.run_sync(store.exists, keys, limiter=self._looking_up), 0
             return
-        number, told, changed_s = 0, 0, time.monotonic()  # pages found, and yielded
-        while True:
-            asked = keys[number : number + WATCHED_AT_ONCE]
-            more, state = await anyio.to_thread.run_sync(store.watch, prompt[0], asked, limiter=self._looking_up)
-            number += more
-            waited_s = time.monotonic() - changed_s
-            if more or (state == PromptState.PENDING and waited_s > STALL_S):
-                changed_s = time.monotonic()
-            if number == len(keys) or not self._tier.attached or not self._is_prefilled(wanted):
-                break
-            if more == len(asked):  # further pages may be there
-                continue
-            if state == PromptState.ENDED or (state == PromptState.UNKNOWN and waited_s > STALL_S):
-                logger.warning("A prefill server sent %d of %d pages; the rest is computed.", number, len(keys))
-                break
-            if number > told:
-                yield number - told, len(keys) - number
-                told = number
-                continue
-            poll_s = min(max(MIN_POLL_S, waited_s * POLL_SHARE), MAX_POLL_S)
-            await asyncio.sleep(max(poll_s, self._num_moving * LOOKUP_S))
-        yield number - told, 0
+        prompt = prompt_keys(wanted.sequences[0], self._plan.cache.page_size)[-1]
+        told, changed_s = 0, time.monotonic()
+        watch = await store.watch(prompt, keys)
+        self._watches.add(watch)
+        try:
+            while self._tier.attached and self._is_prefilled(wanted):
+                number, state = watch.progress
+                if number > told or state == PromptState.PENDING:
+                    changed_s = time.monotonic()
+                if state == PromptState.ENDED or time.monotonic() - changed_s > STALL_S:
+                    if number < len(keys):
+                        logger.warning("A prefill server sent %d of %d pages; the rest is computed.", number, len(keys))
+                    yield number - told, 0
+                    return
+                if number > told:
+                    yield number - told, len(keys) - number
+                    told = number
+                else:
+                    await watch.wait()
+            yield 0, 0
+        finally:
+            self._watches.discard(watch)
+            watch.close()
 
     def _is_prefilled(self, wanted: Wanted) -> bool:
         """Return whether a waiting request expects these pages from a prefill server."""
@@ -326,7 +324,8 @@ class Storage:
             await self._prompt_work.wait()
             self._prompt_work.clear()
             begun, ended = prompts.take()
-            if begun or ended:
+            if begun or ended or self._has_saved:
+                self._has_saved = False
                 payload = {"begun": [key.hex() for key in begun], "ended": [key.hex() for key in ended]}
                 try:
                     await asyncio.shield(self._runner.call("note_prompts", payload))
@@ -387,6 +386,7 @@ class Storage:
             num_failed = max(answer["failed"] for answer in answers)
         finally:
             self._tier.end_save(save, num_failed)
+            self._has_saved = True
             self._prompt_work.set()
         return max(answer["us"] for answer in answers) / 1e6
 

@@ -70,17 +70,18 @@ class StorageTier:
         min_pages: int = 1,
         saves: bool = True,
         loads: bool = True,
-        loads_slow: bool = False,
+        prefilled_only: bool = False,
         is_awaited: bool = False,
     ) -> None:
         """Create the tier of `host`. With `waits`, a sequence is not admitted while its pages are loaded.
 
         A prefix is looked up only if it has at least `min_pages` missing pages. `saves` and `loads` say whether pages
-        are written to the store and read from it. With `loads_slow`, pages are loaded even if computing them seems
-        faster. With `is_awaited`, other servers wait for the saved pages, so pages are saved after each step.
+        are written to the store and read from it. With `prefilled_only`, only pages of prompts that a prefill server
+        computes are looked up, and they are loaded even if computing them seems faster. With `is_awaited`, other
+        servers wait for the saved pages, so pages are saved after each step.
         """
         self.is_awaited = is_awaited
-        self._saves, self._loads, self._loads_slow = saves, loads, loads_slow
+        self._saves, self._loads, self._prefilled_only = saves, loads, prefilled_only
         self.attached = False
         self.saving: dict[bytes, Entry] = {}  # pages that running saves read, by key
         self.held: set[Sequence] = set()  # waiting sequences that must not be admitted before their load has ended
@@ -200,6 +201,8 @@ class StorageTier:
         size = self._host.page_size
         end = limit // size
         if not (self.attached and self._loads) or end - num_pages < self._min_pages or not is_portable(sequence):
+            return
+        if self._prefilled_only and not sequence.request.caller.prefilled:
             return
         keys = page_keys(sequence, end, size)
         first = num_pages
@@ -335,7 +338,7 @@ class StorageTier:
         (again).
         """
         compute_s = self._host.compute_s
-        if self._loads_slow or self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:
+        if self._prefilled_only or self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:
             return True
         self._num_slow += 1
         if self._num_slow % PROBE_EVERY == 0:

@@ -13,13 +13,15 @@ model or page layout. The answer to the greeting has the number of attention gro
 an operation and 32-byte keys:
 
 EXISTS  answer: the number of leading keys that have a page
-GET     answer for each key: the number of bytes and the page, or -1
-WATCH   the first key is that of a prompt's last full page, and names the prompt. Answer: as EXISTS for the other keys,
-        and the prompt's state
+GET     answer: as EXISTS, and the bytes of these pages
+WATCH   the first key is that of a prompt's last full page, and names the prompt. Answers: as EXISTS for the other keys,
+        and the prompt's state. They are sent when they change and every `BEAT_S` seconds, until all keys have a page or
+        the prompt has ended
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -28,9 +30,11 @@ import struct
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from itertools import takewhile
+from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
 
 from runtime.errors import ConfigurationError
@@ -40,18 +44,21 @@ logger = logging.getLogger("penstock.core")
 
 EXISTS, GET, WATCH = 1, 2, 3
 HEAD = struct.Struct("<BI")  # operation, number of keys
-ANSWER = struct.Struct("<q")  # number of pages or of bytes; -1: the page is missing
+ANSWER = struct.Struct("<I")  # number of pages
+PROGRESS = struct.Struct("<IB")  # number of pages, state of the prompt
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # maximum number of keys in one request
 TIMEOUT_S = 10.0
 RETRY_S = 10.0  # if a prefill server does not answer in time, a decode server sends it no request for this long
 MAX_GREETING = 512  # bytes
-MAX_CONNECTIONS = 256  # maximum number of connections to one rank of a prefill server
+MAX_CONNECTIONS = 512  # maximum number of connections to one rank of a prefill server
 REQUEST_S = 10.0  # seconds in which a decode server must send its greeting, or the rest of a request
 SEND_S = 30.0  # seconds in which one answer must be sent
 IDLE_S = 3600.0  # maximum number of seconds between two requests of a connection
 DEFAULT_GB = 4.0  # memory for the offered pages of a rank, in 10^9 bytes
 PAGES_AT_ONCE = 64  # maximum number of pages that a decode server requests at a time
+BUFFERS_AT_ONCE = 128  # maximum number of buffers that one call of the operating system fills
+BEAT_S = 1.0  # longest time between two answers to a `WATCH`, so that both sides notice a lost connection
 MAX_ENDED = 4096  # maximum number of ended prompts that a prefill server remembers
 ENDED_S = 5.0  # seconds for which a prefill server remembers an ended prompt
 MAX_GROUPS = 1024  # maximum number of attention groups that a decode server believes a prefill server to have
@@ -65,9 +72,22 @@ class PromptState(IntEnum):
     ENDED = 2  # the prompt has ended, so no more of its pages will come
 
 
+OTHER_PAGES = "The prefill server %s:%d has another model, cache layout or number of ranks (%s)."
+
+
 def greeting(space: StoreSpace) -> bytes:
     """Return the line that a decode server sends first on a connection."""
-    return f"penstock-pages-3 {space.name} {space.rank}/{space.num_ranks}\n".encode()
+    return f"penstock-pages-4 {space.name} {space.rank}/{space.num_ranks}\n".encode()
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """A reader that waits for the pages `keys` of a prompt."""
+
+    prompt: bytes
+    keys: Sequence[bytes]
+    wake: Callable[[], None]  # called on any thread when more pages are there or the prompt has ended
+    count: int = 0  # number of leading keys that had a page when the reader last looked
 
 
 class OfferedPages:
@@ -86,6 +106,8 @@ class OfferedPages:
         self._num_bytes = 0
         self._pending: Counter[bytes] = Counter()  # last key of a prompt -> number of requests with this prompt
         self._ended: OrderedDict[bytes, float] = OrderedDict()  # last key of a prompt -> time at which it ended
+        self._watches: set[Watch] = set()
+        self._closed = False
         self._lock = threading.Lock()
         self._server: _Server | None = None
         self.greeting = greeting(space)  # names the space of the pages
@@ -110,8 +132,9 @@ class OfferedPages:
     def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes]) -> None:
         """Record which prompts have arrived, and which have ended so that no more of their pages will come.
 
-        A prompt is named by its last key.
+        A prompt is named by its last key. Also wakes the readers of pages that were stored since the last call.
         """
+        ended = set(ended)
         with self._lock:
             self._pending.update(begun)
             for key in ended:
@@ -122,10 +145,37 @@ class OfferedPages:
                 self._ended.move_to_end(key)
             while len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
+            changed = [
+                watch
+                for watch in self._watches
+                if watch.prompt in ended or (watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages)
+            ]
+        for watch in changed:
+            watch.wake()
+
+    @contextlib.contextmanager
+    def watching(self, prompt: bytes, keys: Sequence[bytes], wake: Callable[[], None]) -> Iterator[Watch]:
+        """Call `wake` inside the context, on any thread, when `progress` of the yielded watch changes."""
+        watch = Watch(prompt, keys, wake)
+        with self._lock:
+            self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            with self._lock:
+                self._watches.discard(watch)
+
+    def progress(self, watch: Watch) -> tuple[int, PromptState]:
+        """Return how many of the leading keys of a watch have a page, and the state of its prompt."""
+        state = self.prompt_state(watch.prompt)  # read first, so that no page of an ended prompt is missed
+        watch.count += self.exists(watch.keys[watch.count :])
+        return watch.count, state
 
     def prompt_state(self, key: bytes) -> PromptState:
         """Return the state of a prompt. If it has ended, all its pages that will ever come are here."""
         with self._lock:
+            if self._closed:
+                return PromptState.ENDED
             if key in self._pending:
                 return PromptState.PENDING
             ended_s = self._ended.get(key)
@@ -133,14 +183,14 @@ class OfferedPages:
             return PromptState.UNKNOWN
         return PromptState.ENDED
 
-    def page(self, key: bytes) -> bytes | None:
-        """Return the bytes of a page, or None if it is not here."""
+    def pages(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the bytes of the leading pages that are here."""
         with self._lock:
-            return self._pages.get(key)
+            return list(takewhile(lambda page: page is not None, map(self._pages.get, keys)))  # type: ignore[arg-type]
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        page = self.page(key)
-        return page is not None and _spread(memoryview(page), parts)
+        pages = self.pages([key])
+        return bool(pages) and _spread(memoryview(pages[0]), parts)
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
         page = b"".join(parts)
@@ -167,6 +217,11 @@ class OfferedPages:
             self._server.server_close()
             self._server.close_connections()
         self.clear()
+        with self._lock:
+            self._closed = True
+            watches = [*self._watches]
+        for watch in watches:
+            watch.wake()
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -254,15 +309,25 @@ class _Connection(socketserver.BaseRequestHandler):
             keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
             if operation == EXISTS:
                 self._send(ANSWER.pack(pages.exists(keys)))
-                continue
-            if operation == WATCH:
-                # Read before the pages are counted, so that pages which arrive meanwhile cannot be missed.
-                state = pages.prompt_state(keys[0] if keys else b"")
-                self._send(ANSWER.pack(pages.exists(keys[1:])) + bytes((state,)))
-                continue
-            for key in keys:
-                page = pages.page(key)
-                self._send(ANSWER.pack(-1) if page is None else ANSWER.pack(len(page)) + page)
+            elif operation == GET:
+                found = pages.pages(keys)
+                self._send(ANSWER.pack(len(found)))
+                for page in found:
+                    self._send(page)
+            elif keys:
+                self._follow(pages, keys[0], keys[1:])
+
+    def _follow(self, pages: OfferedPages, prompt: bytes, keys: Sequence[bytes]) -> None:
+        """Answer a `WATCH` until all keys have a page or the prompt has ended."""
+        changed = threading.Event()
+        with pages.watching(prompt, keys, changed.set) as watch:
+            while True:
+                count, state = pages.progress(watch)
+                self._send(PROGRESS.pack(count, state))
+                if count == len(keys) or state == PromptState.ENDED:
+                    return
+                changed.wait(BEAT_S)
+                changed.clear()
 
     def _send(self, answer: bytes) -> None:
         self.request.settimeout(SEND_S)
@@ -287,6 +352,117 @@ def _receive(connection: socket.socket, size: int, seconds: float, *, end: bytes
     return bytes(data)
 
 
+class PromptWatch:
+    """The progress of one prompt on all prefill servers. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._progress: dict[object, tuple[int, PromptState]] = {}  # by connection or local store
+        self._changed = asyncio.Event()
+        self._following: list[_Following] = []
+        self._local = contextlib.ExitStack()
+
+    @property
+    def progress(self) -> tuple[int, PromptState]:
+        """How many of the leading keys have a page, and the prompt's state. ENDED if no server can be reached."""
+        states = {state for _, state in self._progress.values()}
+        count = max((count for count, _ in self._progress.values()), default=0)
+        if PromptState.PENDING in states:
+            return count, PromptState.PENDING
+        return count, PromptState.UNKNOWN if states == {PromptState.UNKNOWN} else PromptState.ENDED
+
+    async def wait(self) -> None:
+        """Wait until the progress may have changed, or `BEAT_S` has passed."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), BEAT_S)
+        self._changed.clear()
+        for each in self._following:
+            each.check()
+
+    def wake(self) -> None:
+        """Let `wait` return."""
+        self._changed.set()
+
+    def follow_local(self, offered: OfferedPages | None, prompt: bytes, keys: Sequence[bytes]) -> bool:
+        """Follow the prompt on a replica in this process. Return False if there is no such replica."""
+        if offered is None:
+            return False
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            self.note(offered, *offered.progress(watch))
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # raised if the loop is closed
+                loop.call_soon_threadsafe(look)
+
+        watch = self._local.enter_context(offered.watching(prompt, keys, wake))
+        look()
+        return True
+
+    def follow(self, following: _Following) -> None:
+        """Close this connection in `close`."""
+        self._following.append(following)
+
+    def note(self, source: object, count: int, state: PromptState) -> None:
+        """Record the progress on a prefill server."""
+        self._progress[source] = count, state
+        self._changed.set()
+
+    def lost(self, source: object) -> None:
+        """Record that a prefill server cannot be reached any more."""
+        self._progress.pop(source, None)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Stop following the prompt."""
+        self._local.close()
+        for each in self._following:
+            each.transport.abort()
+
+
+class _Following(asyncio.Protocol):
+    """A connection on which a prefill server sends the progress of one prompt."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, peer: tuple[str, int], watch: PromptWatch, request: bytes) -> None:
+        self._peer, self._watch, self._request = peer, watch, request
+        self._data = b""
+        self._accepted = False
+        self._heard_s = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._watch.follow(self)
+        self._watch.note(self, 0, PromptState.UNKNOWN)
+        self.transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = time.monotonic()
+        self._data += data
+        if not self._accepted:
+            line, newline, rest = self._data.partition(b"\n")
+            if (newline and _num_groups(line) is None) or len(line) > MAX_GREETING:
+                logger.warning(OTHER_PAGES, *self._peer, line[:MAX_GREETING])
+                self.transport.abort()
+            if not newline:
+                return
+            self._accepted, self._data = True, rest
+        whole = len(self._data) // PROGRESS.size * PROGRESS.size
+        if self._accepted and whole and not self.transport.is_closing():
+            count, state = PROGRESS.unpack(self._data[whole - PROGRESS.size : whole])
+            self._watch.note(self, count, PromptState(state))
+            self._data = self._data[whole:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch.lost(self)
+
+    def check(self) -> None:
+        """Close the connection if the prefill server has been silent for too long."""
+        if time.monotonic() - self._heard_s > TIMEOUT_S:
+            self.transport.abort()
+
+
 class PeerPages:
     """The pages of all prefill servers, for one rank of a decode server. A read-only `PageStore`."""
 
@@ -295,6 +471,7 @@ class PeerPages:
         # Addresses of this rank's counterparts. Those in further groups are added when a server names their number.
         self._peers = [(str(host), int(port) + space.rank) for host, port in config["peers"]]
         self._first_groups = frozenset(self._peers)
+        self._greeted: set[tuple[str, int]] = set()  # peers that have answered to a greeting
         self._lock = threading.Lock()  # held during a request, so that requests run one at a time
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._silent: dict[tuple[str, int], float] = {}  # peers that did not answer, and when to try them again
@@ -312,24 +489,35 @@ class PeerPages:
                 best = max(best, self._ask(peer, EXISTS, keys[:MAX_KEYS]))
         return best
 
-    def watch(self, prompt: bytes, keys: Sequence[bytes]) -> tuple[int, PromptState]:
-        """Return how many of the leading keys have a page, and the state of the prompt that computes them.
+    async def watch(self, prompt: bytes, keys: Sequence[bytes]) -> PromptWatch:
+        """Follow the pages `keys` of a prompt on all prefill servers. The caller must close the result.
 
-        `prompt` is the key of the prompt's last full page. If no prefill server can be reached, the state is ENDED.
+        `prompt` is the key of the prompt's last full page.
         """
-        best, states = 0, set[int]()
-        for peer in self._peers:
-            if (local := self._local(peer)) is not None:
-                states.add(local.prompt_state(prompt))  # before its pages are counted
-                best = max(best, local.exists(keys))
-                continue
-            with self._using(peer):
-                count = self._ask(peer, WATCH, [prompt, *keys[: MAX_KEYS - 1]])
-                states.add(_read(self._open[peer], 1)[0])
-                best = max(best, count)
-        if PromptState.PENDING in states:
-            return best, PromptState.PENDING
-        return best, PromptState.UNKNOWN if states == {PromptState.UNKNOWN} else PromptState.ENDED
+        if any(self._local(peer) is None for peer in self._first_groups - self._greeted):
+            # The number of attention groups of these servers is not known yet.
+            await asyncio.to_thread(self.exists, [])
+        watch = PromptWatch()
+        request = greeting(self._space) + _request(WATCH, [prompt, *keys[: MAX_KEYS - 1]])
+        try:
+            remote = [peer for peer in self._peers if not watch.follow_local(self._local(peer), prompt, keys)]
+            await asyncio.gather(*(self._follow(peer, watch, request) for peer in remote))
+        except BaseException:
+            watch.close()
+            raise
+        return watch
+
+    async def _follow(self, peer: tuple[str, int], watch: PromptWatch, request: bytes) -> None:
+        if time.monotonic() < self._silent.get(peer, 0.0):
+            return
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                connect = asyncio.get_running_loop().create_connection
+                await connect(lambda: _Following(peer, watch, request), *peer)
+        except TimeoutError:
+            self._silent[peer] = time.monotonic() + RETRY_S
+        except OSError:
+            return
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         return self.get_many([key], [parts]) == 1
@@ -368,23 +556,14 @@ class PeerPages:
         self, peer: tuple[str, int], keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]], first: int
     ) -> int:
         """Read pages from `peer`, from index `first` on. Return the index of the first page that it lacks."""
-        # Receives the pages after a missing page. These pages are not used.
-        unused = [memoryview(bytearray(self._space.page_bytes))]
         for begin in range(first, len(keys), PAGES_AT_ONCE):
-            end = min(begin + PAGES_AT_ONCE, len(keys))
-            number, missing = self._ask(peer, GET, keys[begin:end]), None
-            for index in range(begin, end):
-                if index > begin:
-                    number = ANSWER.unpack(_read(self._open[peer], ANSWER.size))[0]
-                if number == -1:
-                    missing = index if missing is None else missing
-                    continue
-                if number != self._space.page_bytes:
-                    raise ConnectionResetError
-                for part in pages[index] if missing is None else unused:
-                    _read_into(self._open[peer], part)
-            if missing is not None:
-                return missing
+            asked = keys[begin : begin + PAGES_AT_ONCE]
+            count = self._ask(peer, GET, asked)
+            if count > len(asked):
+                raise ConnectionResetError
+            _fill(self._open[peer], [part for parts in pages[begin : begin + count] for part in parts])
+            if count < len(asked):
+                return begin + count
         return len(keys)
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
@@ -422,7 +601,7 @@ class PeerPages:
 
         If the prefill server has closed the connection since the last request, the request is sent again on a new one.
         """
-        request = HEAD.pack(operation, len(keys)) + b"".join(keys)
+        request = _request(operation, keys)
         if peer in self._open:
             try:
                 return _exchange(self._open[peer], request)
@@ -440,11 +619,10 @@ class PeerPages:
             answer = _line(connection)
             if (num_groups := _num_groups(answer)) is None:
                 connection.close()
-                logger.warning(
-                    "The prefill server %s:%d has another model, cache layout or number of ranks (%s).", *peer, answer
-                )
+                logger.warning(OTHER_PAGES, *peer, answer)
                 raise ConnectionRefusedError
             self._open[peer] = connection
+            self._greeted.add(peer)
             if peer in self._first_groups:
                 self._add_groups(peer, num_groups)
         return self._open[peer]
@@ -456,6 +634,10 @@ class PeerPages:
             other = (host, port + group * self._space.num_ranks)
             if other not in self._peers:
                 self._peers.append(other)
+
+
+def _request(operation: int, keys: Sequence[bytes]) -> bytes:
+    return HEAD.pack(operation, len(keys)) + b"".join(keys)
 
 
 def _line(connection: socket.socket) -> bytes:
@@ -477,24 +659,24 @@ def _num_groups(answer: bytes) -> int | None:
 def _exchange(connection: socket.socket, request: bytes) -> int:
     """Send a request on a connection, and return the first number of the answer."""
     connection.sendall(request)
-    return ANSWER.unpack(_read(connection, ANSWER.size))[0]
+    answer = bytearray(ANSWER.size)
+    _fill(connection, [memoryview(answer)])
+    return ANSWER.unpack(answer)[0]
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    """Return exactly `size` bytes. Raises OSError if the connection ends first."""
-    data = bytearray(size)
-    _read_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _read_into(connection: socket.socket, part: memoryview) -> None:
-    """Fill a buffer from the connection. Raises OSError if the connection ends first."""
-    start = 0
-    while start < len(part):
-        count = connection.recv_into(part[start:])
+def _fill(connection: socket.socket, buffers: Sequence[memoryview]) -> None:
+    """Fill the buffers from the connection, in order. Raises OSError if the connection ends first."""
+    left = [buffer for buffer in buffers if len(buffer)]
+    first = 0
+    while first < len(left):
+        count, *_ = connection.recvmsg_into(left[first : first + BUFFERS_AT_ONCE])
         if not count:
             raise ConnectionResetError
-        start += count
+        while count and count >= len(left[first]):
+            count -= len(left[first])
+            first += 1
+        if count:
+            left[first] = left[first][count:]
 
 
 def _spread(page: memoryview, parts: Sequence[memoryview]) -> bool:

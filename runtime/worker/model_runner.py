@@ -52,7 +52,7 @@ from runtime.worker.step_inputs import NO_ARRAYS, Forward, SampleInputs, Staging
 from runtime.worker.step_outputs import copy_out
 from runtime.worker.step_timer import StepTimer
 from runtime.worker.tensor_dump import TensorDump
-from runtime.worker.verbs import run_verb
+from runtime.worker.verbs import HOST_VERBS, run_verb
 
 logger = logging.getLogger("penstock.core")
 
@@ -180,8 +180,11 @@ class ModelRunner:
     def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
         """Run a verb on the device thread (see `Runner.call`).
 
-        With pipeline parallelism, the steps that have begun end first.
+        With pipeline parallelism, the steps that have begun end first. Verbs that use only host memory may run at once.
         """
+        pages = self._executor.rank.pages
+        if verb in HOST_VERBS and pages is not None and pages.is_unordered:
+            return asyncio.ensure_future(_at_once(self._executor.rank, verb, payload))
         while self._unfinished:
             self.finish_oldest()
 
@@ -209,12 +212,19 @@ def _capture_next(runners: Sequence[CudaGraphRunner]) -> bool:
     return any(runner.is_waiting() for runner in runners)
 
 
+async def _at_once(rank: RankState, verb: str, payload: Mapping[str, Any]) -> list[Any]:
+    return await _answer_of(run_verb(rank, verb, payload))
+
+
 async def _answers(done: asyncio.Future[Any]) -> list[Any]:
+    return await _answer_of(await asyncio.shield(done))
+
+
+async def _answer_of(answer: Any) -> list[Any]:
     """Return the answer of a verb as a list of one element.
 
     If the answer is a `concurrent.futures.Future`, wait for it. Steps continue meanwhile.
     """
-    answer = await asyncio.shield(done)
     if isinstance(answer, Future):
         answer = await asyncio.shield(asyncio.wrap_future(answer))
     return [answer]

@@ -44,6 +44,11 @@ class PageIO:
         self._has_logged = False  # whether an error of the attached store was logged
 
     @property
+    def is_unordered(self) -> bool:
+        """Whether `HOST_VERBS` may run before the launched steps: on a CPU, and without other ranks that save later."""
+        return self._device.is_host and self._rank_info.world_size == 1
+
+    @property
     def page_bytes(self) -> int:
         return sum(block.shape[1] for block in self._blocks)
 

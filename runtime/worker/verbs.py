@@ -142,6 +142,9 @@ def _adapters(rank: RankState) -> Adapters:
     return rank.adapters
 
 
+# Verbs that use only host memory which no launched step uses. On a CPU, they need not wait for the steps.
+HOST_VERBS = frozenset(("save_pages", "note_prompts"))
+
 VERBS: Mapping[str, Verb] = {
     "start_profile": start_profile,
     "stop_profile": stop_profile,

@@ -31,6 +31,7 @@ from serve import Engine
 from serve.cli import router as router_module
 from serve.cli.router import router_app
 from serve.demo import demo_path
+from serve.http.access import PREFILLED
 from serve.server.app import build_app
 from server_process import serving
 
@@ -93,7 +94,8 @@ async def plain(prompts: Sequence[str], **options: Any) -> list[str]:
         return [answer["text"] for answer in await engine.generate(list(prompts), SAMPLING)]
 
 
-async def test_outputs_are_those_of_one_server_and_pages_travel() -> None:
+async def test_outputs_are_those_of_one_server_and_pages_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "MAX_WATCHES", 2)
     reference = await plain(PROMPTS)
     async with pair() as (prefill, decode, url):
         answers = await outputs(url, PROMPTS)
@@ -112,6 +114,22 @@ async def test_outputs_are_those_of_one_server_and_pages_travel() -> None:
         schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
         [answer] = await outputs(url, ["Write JSON. " * 20], sampling_params={**SAMPLING, "json_schema": schema})
         assert answer["text"].lstrip().startswith("{")
+
+        monkeypatch.setattr(storage_module, "STALL_S", 600.0)
+        async with (
+            app_serving(build_app(decode.core)) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+        ):
+            bodies = [{"text": f"{number} " * 60, "sampling_params": SAMPLING} for number in range(5)]
+            posts = [client.post("/generate", json=body, headers={PREFILLED: "1"}, timeout=60) for body in bodies[:4]]
+            routed = [asyncio.create_task(post) for post in posts]
+            while decode.core.status().num_requests < len(routed):
+                await asyncio.sleep(0.01)
+            answer = await client.post("/generate", json=bodies[4], timeout=60)
+            assert answer.status_code == 200, "it does not wait for prompts that reach no prefill server"
+            assert not any(task.done() for task in routed)
+            for task in routed:
+                task.cancel()
 
 
 async def test_pages_of_an_adapter_travel_if_its_files_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +198,10 @@ async def test_a_server_of_another_model_is_not_asked(caplog: pytest.LogCaptureF
     ):
         await attached(prefill, decode)
         ids = [1 + number % 50 for number in range(60)]
-        await decode.generate(input_ids=ids, sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+        async with app_serving(build_app(decode.core)) as url, httpx.AsyncClient(trust_env=False) as client:
+            answer = await client.post(f"{url}/generate", json=body, headers={PREFILLED: "1"}, timeout=60)
+            assert answer.status_code == 200
     assert "has another model" in caplog.text
 
 

@@ -173,7 +173,12 @@ def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int, facts: 
         if whole != asked:
             return Decision(whole, f"{asked} rounded up to whole pages of {page_size}")
         return Decision(asked, "as asked")
-    if gpu is None:
+    disaggregation = builder.args.disaggregation
+    if gpu is None and (
+        disaggregation.disaggregation_mode == "prefill" or disaggregation.disaggregation_prefill_replicas
+    ):
+        size, reason = 512, "the pages of a chunk are sent while the next one is computed"
+    elif gpu is None:
         size, reason = 4096, "the default without a GPU"
     else:
         gibibytes = gpu.memory_bytes / GIB

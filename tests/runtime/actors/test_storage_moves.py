@@ -53,15 +53,26 @@ async def test_a_failed_load_leaves_no_copy_unsettled() -> None:
 
 
 class Prefilling:
-    """A decode server's lookups of one prompt. `answers` has the results of its polls; the last one is repeated."""
+    """A decode server's watch of one prompt. `answers` has its progress after each wait; the last one is repeated."""
 
     def __init__(self, *answers: tuple[int, PromptState]) -> None:
-        self.answers, self.num_polls, self.is_scheduled = [*answers], 0, True
+        self.answers, self.num_waits, self.is_scheduled, self.is_closed = [*answers], 0, True, False
 
-    def watch(self, prompt: bytes, keys: list[bytes]) -> tuple[int, PromptState]:
-        self.num_polls += 1
-        assert self.num_polls < 99
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+    async def watch(self, prompt: bytes, keys: list[bytes]) -> Prefilling:
+        return self
+
+    @property
+    def progress(self) -> tuple[int, PromptState]:
+        return self.answers[0]
+
+    async def wait(self) -> None:
+        self.num_waits += 1
+        assert self.num_waits < 99
+        if len(self.answers) > 1:
+            del self.answers[0]
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def exists(self, keys: list[bytes]) -> int:
         raise AssertionError
@@ -69,39 +80,41 @@ class Prefilling:
     def __contains__(self, sequence: object) -> bool:
         return self.is_scheduled
 
-    async def found(self) -> int:
+    async def found(self) -> list[tuple[int, int]]:
         sequence = Sequence(
             Request(caller=Caller(prefilled=True)), 0, list(range(40)), max_tokens=1, stop_ids=frozenset(), seed=0
         )
         plan = SimpleNamespace(cache=SimpleNamespace(prefetch_policy="wait_complete", storage="decode", page_size=16))
         storage: Any = Storage(plan, "", "", SimpleNamespace(attached=True), self, None)  # type: ignore[arg-type]
         wanted: Any = SimpleNamespace(keys=[b"a", b"b"], first=0, sequences=[sequence])
-        return sum([number async for number, _ in storage._arrivals(self, wanted)])
+        found = [each async for each in storage._arrivals(self, wanted)]
+        assert self.is_closed
+        return found
 
 
 async def test_pages_of_aborted_requests_are_not_awaited() -> None:
     """No server computes the rest of their prompts, and other requests wait to load pages."""
     prefilling = Prefilling((0, PromptState.PENDING))
-    watch = prefilling.watch
+    wait = prefilling.wait
 
-    def third(prompt: bytes, keys: list[bytes]) -> tuple[int, PromptState]:
-        prefilling.is_scheduled = prefilling.num_polls < 2
-        return watch(prompt, keys)
+    async def third() -> None:
+        await wait()
+        prefilling.is_scheduled = prefilling.num_waits < 3
 
-    prefilling.watch = third
-    assert await prefilling.found() == 0
-    assert prefilling.num_polls == 3
+    prefilling.wait = third
+    assert await prefilling.found() == [(0, 0)]
+    assert prefilling.num_waits == 3
 
 
 async def test_a_pending_prompt_is_awaited_and_an_ended_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "STALL_S", 0.0)  # a prompt that has not arrived would be given up at once
-    prefilling = Prefilling(*[(0, PromptState.PENDING)] * 9, (1, PromptState.PENDING), (1, PromptState.ENDED))
-    assert await prefilling.found() == 2
-    assert prefilling.num_polls == 11
+    monkeypatch.setattr(storage_module, "STALL_S", -1.0)  # a prompt that has not arrived is given up at once
+    assert await Prefilling((0, PromptState.UNKNOWN), (2, PromptState.ENDED)).found() == [(0, 0)]
     monkeypatch.setattr(storage_module, "STALL_S", 600.0)
-    prefilling = Prefilling((0, PromptState.UNKNOWN), (1, PromptState.PENDING), (0, PromptState.ENDED))
-    assert await prefilling.found() == 1, "it has failed, so no further page comes"
-    assert prefilling.num_polls == 3
+    prefilling = Prefilling(*[(0, PromptState.PENDING)] * 9, (1, PromptState.PENDING), (2, PromptState.ENDED))
+    assert await prefilling.found() == [(1, 1), (1, 0)]
+    assert prefilling.num_waits == 10
+    prefilling = Prefilling((0, PromptState.UNKNOWN), (1, PromptState.PENDING), (1, PromptState.ENDED))
+    assert await prefilling.found() == [(1, 1), (0, 0)], "it has failed, so no further page comes"
 
 
 async def test_a_slow_store_takes_no_threads_from_other_work() -> None:
@@ -117,20 +130,6 @@ async def test_a_slow_store_takes_no_threads_from_other_work() -> None:
     answer.set()
     await asyncio.gather(*lookups)
     assert others == 0
-
-
-async def test_a_question_names_few_pages_of_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "WATCHED_AT_ONCE", 1)
-    prefilling, asked = Prefilling((1, PromptState.ENDED)), list[list[bytes]]()
-    watch = prefilling.watch
-
-    def noted(prompt: bytes, keys: list[bytes]) -> tuple[int, PromptState]:
-        asked.append(keys)
-        return watch(prompt, keys)
-
-    prefilling.watch = noted
-    assert await prefilling.found() == 2, "the prompt has ended, and the second page is there too"
-    assert asked == [[b"a"], [b"b"]]
 
 
 async def test_saves_wait_for_steps_that_a_cpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:

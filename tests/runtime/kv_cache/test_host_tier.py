@@ -15,7 +15,7 @@ from runtime.kv_cache.copy_queue import CopyQueue
 from runtime.kv_cache.host_tier import POLICIES, HostTier
 from runtime.kv_cache.page_keys import is_local, page_keys
 from runtime.kv_cache.storage_tier import StorageTier
-from runtime.request import Adapter, Service
+from runtime.request import Adapter, Caller, Request, Service
 from runtime.sequence import Sequence
 
 KEYS_OF_1234 = ["96316269417b", "a243a584d6be"]  # first and last hex digits, of pages of 2 tokens
@@ -300,6 +300,21 @@ def test_pages_that_were_being_copied_when_the_store_was_cleared_are_not_saved()
     storage.drop_unsaved()
     storage.settle(new)
     assert storage.take_save() is None
+
+
+def test_decode_servers_look_up_only_prompts_that_prefill_servers_compute():
+    drive = tiered(8, storage=lambda tier: StorageTier(tier, waits=True, prefilled_only=True))
+    storage = drive.cache.storage
+    assert storage is not None
+    storage.attach()
+    alone = make_sequence(prompts(1)[0])
+    routed = make_sequence(prompts(1)[0], request=Request(caller=Caller(prefilled=True)))
+    drive.scheduler.add(alone)
+    assert not storage.held
+    assert storage.take_wanted() is None
+    drive.scheduler.add(routed)
+    assert storage.held == {routed}
+    assert storage.take_wanted() is not None
 
 
 def test_awaited_pages_are_saved_in_order_after_each_step_of_a_prompt():

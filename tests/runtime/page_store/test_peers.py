@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from runtime.page_store import peers
-from runtime.page_store.peers import EXISTS, HEAD, OfferedPages, PeerPages, PromptState, greeting
+from runtime.page_store.peers import EXISTS, HEAD, OfferedPages, PeerPages, PromptState, PromptWatch, greeting
 from runtime.page_store.protocol import StoreSpace
 
 SPACE = StoreSpace("model", 0, 1, 8)
@@ -127,24 +128,90 @@ def test_many_pages_are_read_from_several_servers(monkeypatch: pytest.MonkeyPatc
             pages.close()
 
 
-def test_prompts_are_unknown_pending_and_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, (number, pages) = b"p" * 32, offered()
-    store = PeerPages(SPACE, {"peers": [["127.0.0.1", port], ["127.0.0.1", number]]})
+async def reached(watch: PromptWatch, count: int, state: PromptState) -> bool:
+    """Wait until a watch has this progress. Fails if it takes more than a minute."""
+    async with asyncio.timeout(60):
+        while watch.progress != (count, state):
+            await watch.wait()
+    return True
+
+
+@pytest.mark.parametrize("is_local", [False, True], ids=["over TCP", "in this process"])
+async def test_pages_of_a_prompt_are_announced_once_they_are_offered(is_local: bool) -> None:
+    """A reader is woken by the announcement, not by the beat, and learns of the prompt's end with the last pages."""
+    prompt, keys, (number, pages) = b"p" * 32, [bytes([each]) * 32 for each in range(4)], offered()
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]], "in_process": is_local})
+    watch = await store.watch(prompt, keys)
     try:
-        assert store.watch(prompt, [KEY, prompt]) == (1, PromptState.UNKNOWN)
+        assert await reached(watch, 0, PromptState.UNKNOWN)
         pages.note_prompts([prompt, prompt], [])
+        for key in (keys[0], keys[1], keys[3]):
+            pages.set(key, [b"12345678"])
+        pages.note_prompts([], [])
+        assert await reached(watch, 2, PromptState.PENDING)
         pages.note_prompts([], [prompt])
-        assert store.watch(prompt, [KEY]) == (1, PromptState.PENDING), "a second request has the same prompt"
+        later = await store.watch(prompt, keys[1:])
+        assert await reached(later, 1, PromptState.PENDING), "a second request has the same prompt"
         pages.note_prompts([], [prompt])
-        assert pages.prompt_state(prompt) == PromptState.ENDED
-        assert store.watch(prompt, []) == (0, PromptState.ENDED)
-        monkeypatch.setattr(peers, "ENDED_S", 0.0)
-        assert pages.prompt_state(prompt) == PromptState.UNKNOWN
+        assert await reached(watch, 2, PromptState.ENDED)
+        assert await reached(later, 1, PromptState.ENDED)
+        later.close()
+        again = await store.watch(prompt, keys[3:])
+        assert await reached(again, 1, PromptState.ENDED)
+        again.close()
     finally:
+        watch.close()
         store.close()
         pages.close()
+
+
+async def test_a_watch_ends_with_its_prefill_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BEAT_S", 600.0)
+    prompt, (number, pages), (other, others) = b"p" * 32, offered(), offered()
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", port] for port in (number, other)]})
+    watch = await store.watch(prompt, [KEY])
+    pages.note_prompts([prompt], [])
+    try:
+        assert await reached(watch, 0, PromptState.PENDING)
+        pages.close()
+        assert await reached(watch, 0, PromptState.UNKNOWN), "the other server may still get the prompt"
+        others.close()
+        assert await reached(watch, 0, PromptState.ENDED)
+        late = await store.watch(prompt, [KEY])
+        assert late.progress == (0, PromptState.ENDED), "no server can be reached"
+        late.close()
+    finally:
+        watch.close()
+        store.close()
+
+
+async def test_a_silent_prefill_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BEAT_S", 0.01)
+    monkeypatch.setattr(peers, "TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = PeerPages(SPACE, {"peers": [["127.0.0.1", silent.getsockname()[1]]]})
+        store._greeted.update(store._peers)
+        watch = await store.watch(b"p" * 32, [KEY])
+        assert watch.progress == (0, PromptState.UNKNOWN)
+        assert await reached(watch, 0, PromptState.ENDED)
+        watch.close()
+        store.close()
+
+
+async def test_a_decode_server_that_leaves_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BEAT_S", 0.01)
+    number, pages = offered()
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]]})
-    assert store.watch(prompt, [KEY]) == (0, PromptState.ENDED), "no server can be reached"
+    watch = await store.watch(b"p" * 32, [KEY])
+    assert await reached(watch, 0, PromptState.UNKNOWN)
+    pages.note_prompts([b"p" * 32], [])
+    assert await reached(watch, 0, PromptState.PENDING)
+    assert len(pages._watches) == 1
+    watch.close()
+    async with asyncio.timeout(60):
+        while pages._watches:
+            await asyncio.sleep(0.01)
+    pages.close()
     store.close()
 
 
@@ -163,7 +230,7 @@ def test_requests_do_not_wait_in_turn_for_a_server_that_does_not_answer(
 
         monkeypatch.setattr(socket, "create_connection", counted)
         for _ in range(5):
-            assert store.watch(b"p" * 32, [KEY]) == (1, PromptState.UNKNOWN)
+            assert store.exists([KEY]) == 1
         assert num_tries == [1]
         monkeypatch.setattr(peers, "RETRY_S", 0.0)
         store._silent.clear()
