@@ -1,17 +1,20 @@
 """The first token through a prefill and a decode server, compared with one server, in turns.
 
-Each prompt is new to all servers. The difference is the time to copy, send and restore the prompt's pages, and to
-compute the tokens after its last full page.
+Each prompt is new to all servers. A plain server with as many threads shows the time of the prefill, and a bare
+transfer the time to send the bytes of the pages. Beyond both, pages are copied, checked and restored, and the tokens
+after the last full page are computed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from random import Random
 from statistics import median
@@ -20,13 +23,22 @@ from time import perf_counter
 import httpx
 
 from bench import PROGRAM
+from runtime.loading.facts import read_facts
 from serve.bench.options import new_parser
+from serve.demo import demo_path
 from server_process import serving
 
 COMMON = ("--random-seed", "1", "--max-total-tokens", "32768")
 PAUSE_S = 0.05  # between two requests, so that no work of the last one is left
 WARM_UP = 4  # rounds that are not counted
-FORMS = ("one server", "two servers and a router", "replicas of one process")
+TRANSFERS = 9  # bare transfers of each size
+# Each form, and the one whose first token is its prefill time. The replicas of one process share its cores.
+FORMS = {
+    "one server": "one server",
+    "two servers and a router": "one server",
+    "one server with half the threads": "one server with half the threads",
+    "replicas of one process": "one server with half the threads",
+}
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,9 +49,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=12, help="measured prompts of each length (default 12)")
     options = parser.parse_args(list(words))
     model = ("--model-path", options.model_path) if options.model_path else ()
+    facts = read_facts(options.model_path or str(demo_path()))
+    token_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * 2  # keys and values of two bytes
     with _servers((*COMMON, *model)) as urls:
-        rows = asyncio.run(_measure(urls, options.prompt_tokens, options.rounds))
-    print("prompt tokens | served by | first token, ms | difference, ms | cached tokens")
+        rows = asyncio.run(_measure(urls, options.prompt_tokens, options.rounds, token_bytes))
+    print("prompt tokens | served by | first token, ms | prefill, ms | transfer, ms | beyond both, ms | cached tokens")
     for row in rows:
         print(" | ".join(row))
     return 0
@@ -54,14 +68,16 @@ def _servers(common: Sequence[str]) -> Iterator[list[str]]:
     replicas = ("--dp-size", "2", "--disaggregation-prefill-replicas", "1")
     with ExitStack() as stack:
 
-        def start(*options: str) -> str:
-            return stack.enter_context(serving(*common, *options)).url
+        def start(*options: str, **environment: str) -> str:
+            return stack.enter_context(serving(*common, *options, **environment)).url
 
         plain, urls = start(), (start(*prefill), start(*decode))
         router = ("router", "--prefill", urls[0], "--decode", urls[1])
         port = str(ports[1])
         stack.enter_context(_router(*router, "--port", port))
-        yield [plain, f"http://127.0.0.1:{port}", start(*replicas, "--disaggregation-bootstrap-port", str(ports[2]))]
+        half = start(OMP_NUM_THREADS=str(max(1, len(os.sched_getaffinity(0)) // 2)))
+        both = start(*replicas, "--disaggregation-bootstrap-port", str(ports[2]))
+        yield [plain, f"http://127.0.0.1:{port}", half, both]
 
 
 @contextmanager
@@ -80,7 +96,7 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-async def _measure(urls: Sequence[str], lengths: Sequence[int], rounds: int) -> list[tuple[str, ...]]:
+async def _measure(urls: Sequence[str], lengths: Sequence[int], rounds: int, token_bytes: int) -> list[tuple[str, ...]]:
     random, rows = Random(5), []
     async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
         for url in urls:
@@ -95,12 +111,28 @@ async def _measure(urls: Sequence[str], lengths: Sequence[int], rounds: int) -> 
                     if number >= WARM_UP:
                         times[form].append(seconds)
                     await asyncio.sleep(PAUSE_S)
-            alone = median(times[FORMS[0]])
-            for form in FORMS:
-                middle = median(times[form])
-                texts = (f"{middle * 1e3:.1f}", f"{(middle - alone) * 1e3:+.1f}", str(cached[form]))
+            for form, prefill in FORMS.items():
+                parts = [median(times[form]), median(times[prefill]), _transfer_s(cached[form] * token_bytes)]
+                beyond = parts[0] - parts[1] - parts[2]
+                texts = (*(f"{part * 1e3:.1f}" for part in parts), f"{beyond * 1e3:+.1f}", str(cached[form]))
                 rows.append((str(length), form, *texts))
     return rows
+
+
+def _transfer_s(size: int) -> float:
+    """Return the seconds to send `size` bytes over a connection on 127.0.0.1, as the median of several transfers."""
+    data, received, times = bytes(size), memoryview(bytearray(size)), []
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver, ThreadPoolExecutor(1) as thread:
+            for _ in range(TRANSFERS):
+                began, start = perf_counter(), 0
+                sent = thread.submit(sender.sendall, data)
+                while start < size:
+                    start += receiver.recv_into(received[start:])
+                sent.result()
+                times.append(perf_counter() - began)
+    return median(times)
 
 
 async def _reached(client: httpx.AsyncClient, url: str) -> None:
