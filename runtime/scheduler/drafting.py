@@ -13,6 +13,7 @@ from runtime.scheduler.sampling import forbids_ends, is_penalised
 from runtime.sequence import Branch, Sequence
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.gain import DraftGain
+from runtime.speculative.match_odds import MatchOdds
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import STEP_TOKENS, CatchUp, LookupSettings, NgramDrafter
 
@@ -52,6 +53,10 @@ class Drafting:
         self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
         # Measures whether draft tokens make steps faster. None: they are always proposed.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
+        # Without a draft model, which would propose ids instead of prompt lookup.
+        measures = self._gain is not None and not self.by_model
+        self._odds = MatchOdds(self._settings.max_window) if measures else None
+        self._num_accepted = 0  # draft tokens accepted in steps that `note_step` has not recorded yet
         self._drafted_before = False  # whether the step that was applied last had draft tokens
         self._cache = cache
         self._running = running
@@ -66,7 +71,7 @@ class Drafting:
         lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
         if sequence.constraint is not None and not self._drafts_constraints:
             model = 0
-        looking = NgramDrafter(lookup, self._settings, self._catch_up) if lookup else None
+        looking = NgramDrafter(lookup, self._settings, self._catch_up, self._odds) if lookup else None
         asking = ModelDrafter(model, self._topk, self._max_tree) if model else None
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
@@ -79,6 +84,8 @@ class Drafting:
         proposed: dict[Sequence, list[int]] = {}
         if not decodes or (self._gain is not None and not self._gain.allows(len(self._running))):
             return proposed
+        if self._odds is not None and self._gain is not None:
+            self._odds.cost = self._gain.cost(len(self._running))
         self._catch_up.left = STEP_TOKENS
         left = self._max_step - num_drafted
         # With a draft model, an equal share for each sequence.
@@ -138,6 +145,7 @@ class Drafting:
     def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record how many of a row's draft tokens were proposed and accepted."""
         self.counts = self.counts.plus(num_proposed, num_accepted)
+        self._num_accepted += num_accepted
         sequence.draft_counts = (sequence.draft_counts or DraftCounts()).plus(num_proposed, num_accepted)
         if sequence.drafter is not None:
             sequence.drafter.note(num_proposed, num_accepted, len(sequence.ids))
@@ -149,13 +157,21 @@ class Drafting:
         """
         if self._gain is None:
             return
-        follows, self._drafted_before = self._drafted_before, batch.drafts is not None
+        drafts, accepted, self._num_accepted = batch.drafts, self._num_accepted, 0
+        follows, self._drafted_before = self._drafted_before, drafts is not None
         if num_tokens and not batch.stats.num_prompt_tokens:
             rows = max(len(self._running), 1)  # 0 if the step ended the only sequence
             # A step in which the draft model takes part is slower, even if it proposes no tokens.
             paused = self.by_model and batch.read_by_drafter and self._gain.allows(rows)
-            drafted = batch.drafts is not None or paused
-            self._gain.note(rows, drafted=drafted, follows=follows, num_tokens=num_tokens, seconds=seconds)
+            self._gain.note(
+                rows,
+                drafted=drafts is not None or paused,
+                follows=follows,
+                num_tokens=num_tokens,
+                seconds=seconds,
+                drafted_rows=0 if drafts is None else len(drafts.rows),
+                accepted=accepted,
+            )
 
     def may_follow(self, sequence: Sequence) -> bool:
         """Return whether a sequence with draft tokens in flight may have another row in the next step.

@@ -20,18 +20,23 @@ class Rate:
     tokens: float = 0.0
     seconds: float = 0.0
     weight: float = 0.0
+    drafted_rows: float = 0.0  # rows with draft tokens
+    accepted: float = 0.0  # accepted draft tokens
 
-    def note(self, tokens: int, seconds: float) -> None:
-        """Add the number of new tokens and the time of a step."""
+    def note(self, tokens: int, seconds: float, drafted_rows: int = 0, accepted: int = 0) -> None:
+        """Add the number of new tokens and the time of a step, and what it did with draft tokens."""
         if self.weight > 1:
             seconds = min(seconds, LONGEST * self.seconds / self.weight)
         self.tokens = KEPT * self.tokens + tokens
         self.seconds = KEPT * self.seconds + seconds
         self.weight = KEPT * self.weight + 1
+        self.drafted_rows = KEPT * self.drafted_rows + drafted_rows
+        self.accepted = KEPT * self.accepted + accepted
 
     def fade(self) -> None:
         """Reduce the weight of all earlier steps."""
         self.tokens, self.seconds, self.weight = (FADED * each for each in (self.tokens, self.seconds, self.weight))
+        self.drafted_rows, self.accepted = FADED * self.drafted_rows, FADED * self.accepted
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,13 +101,39 @@ class DraftGain:
             load.allows and not load.is_trial for load in self._loads.values()
         )
 
-    def note(self, num_rows: int, *, drafted: bool, num_tokens: int, seconds: float, follows: bool = False) -> None:
-        """Record a step without prompts: whether it had draft tokens, its new tokens, and its time in seconds.
+    def cost(self, num_rows: int) -> float | None:
+        """Return how many draft tokens a row must accept to be as fast as a plain row, or None if it is not measured.
 
-        `follows` says whether the step before it had draft tokens.
+        This is the number of tokens that plain steps would yield in the additional time of steps with draft tokens.
         """
         load = self._load(num_rows)
-        (load.drafted if drafted or follows else load.plain).note(num_tokens, seconds)
+        drafted = load.drafted
+        if not drafted.drafted_rows or not load.plain.seconds:
+            return None
+        plain_tokens = self._min_gain * load.plain.tokens_per_s * drafted.seconds
+        return (plain_tokens - (drafted.tokens - drafted.accepted)) / drafted.drafted_rows
+
+    def note(
+        self,
+        num_rows: int,
+        *,
+        drafted: bool,
+        num_tokens: int,
+        seconds: float,
+        follows: bool = False,
+        drafted_rows: int = 0,
+        accepted: int = 0,
+    ) -> None:
+        """Record a step without prompts: whether it had draft tokens, its new tokens, and its time in seconds.
+
+        `follows` says whether the step before it had draft tokens. `drafted_rows` is the number of its rows with draft
+        tokens, and `accepted` is the number of accepted draft tokens.
+        """
+        load = self._load(num_rows)
+        if drafted or follows:
+            load.drafted.note(num_tokens, seconds, drafted_rows, accepted)
+        else:
+            load.plain.note(num_tokens, seconds)
         # The step was launched before the kind changed, or prompt lookup found no match, or draft tokens delayed it.
         if drafted != load.allows or (follows and not drafted):
             return

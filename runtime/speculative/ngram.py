@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from runtime.speculative.match_odds import MatchOdds
 from runtime.speculative.pace import Pace
 from runtime.speculative.suffix_automaton import ROOT, SuffixAutomaton
 
@@ -50,23 +51,43 @@ class LookupSettings:
 class NgramDrafter:
     """Proposes draft tokens for one sequence: the tokens after an earlier occurrence of its last tokens.
 
-    The drafter pauses after failures (see `Pace`).
+    The drafter pauses after failures (see `Pace` and `MatchOdds`).
     """
 
-    __slots__ = ("_catch_up", "_first", "_index", "_length", "_pace", "_pending", "_settings", "_state")
+    __slots__ = (
+        "_catch_up",
+        "_first",
+        "_index",
+        "_length",
+        "_odds",
+        "_pace",
+        "_pending",
+        "_proposed_length",
+        "_settings",
+        "_state",
+    )
     by_model = False  # whether the draft model must read the sequence's steps
 
-    def __init__(self, max_drafts: int, settings: LookupSettings, catch_up: CatchUp | None = None) -> None:
-        """Create the drafter. `catch_up` is shared by all drafters of a scheduler.
+    def __init__(
+        self,
+        max_drafts: int,
+        settings: LookupSettings,
+        catch_up: CatchUp | None = None,
+        odds: MatchOdds | None = None,
+    ) -> None:
+        """Create the drafter. `catch_up` and `odds` are shared by all drafters of a scheduler.
 
-        If it is None, only `CATCH_UP_TOKENS` limits a call.
+        If `catch_up` is None, only `CATCH_UP_TOKENS` limits a call. If `odds` is None, ids are proposed after every
+        match.
         """
+        self._odds = odds
         self._pace = Pace(max_drafts)
         self._catch_up = catch_up
         self._settings = settings
         self._index = SuffixAutomaton(settings.max_window + 1)
         self._first = 0  # position in the sequence of the first indexed token
         self._state, self._length = ROOT, 0  # automaton state and length of the n-gram that `_find` found last
+        self._proposed_length = 0  # length of the n-gram after which ids were proposed last
         self._pending: list[int] = []  # the ids that the pending tokens were assumed to have
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
@@ -77,6 +98,9 @@ class NgramDrafter:
         """
         if len(ids) < self._pace.resume or not self._extend(ids) or not self._find():
             return []
+        if self._odds is not None and not self._odds.pays(self._length):
+            return []
+        self._proposed_length = self._length
         found = self._continuation(ids, num_pending + min(self._pace.length, limit))
         self._pending = found[:num_pending]
         return found[num_pending:]
@@ -101,6 +125,8 @@ class NgramDrafter:
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
         """Record the result of a proposal. `num_known` is the number of known tokens of the sequence."""
         self._pace.note(num_proposed, num_accepted, num_known)
+        if self._odds is not None:
+            self._odds.note(self._proposed_length, num_accepted)
 
     def _extend(self, ids: list[int]) -> bool:
         """Index the known tokens, or the next part of a long text. Return True if all known tokens are indexed."""

@@ -1,0 +1,57 @@
+"""Decides after which matches prompt lookup proposes draft tokens, by the lengths of matches that paid off so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRIES = 4  # number of proposals of each length before its average counts
+MEMORY = 16  # number of proposals over which the average is taken
+FIRST_PAUSE, LONGEST_PAUSE = 32, 2048  # fewest and most matches of a length without a proposal, until it is tried again
+
+
+@dataclass(slots=True)
+class _Length:
+    """The results of proposals after matches of one length."""
+
+    accepted: float = 0.0  # average number of accepted ids
+    count: int = 0  # number of proposals in the average
+    pause: int = FIRST_PAUSE
+    num_skipped: int = 0  # matches without a proposal since the last proposal
+    is_retry: bool = False  # whether the last proposal ended a pause
+
+
+class MatchOdds:
+    """The average number of ids that were accepted after matches of each length, over all sequences of a scheduler.
+
+    Long matches are usually right, and short ones are usually chance, but this depends on the requests. A length whose
+    average is below `cost` pauses, and is then tried again. Each further pause is twice as long.
+    """
+
+    __slots__ = ("_lengths", "cost")
+
+    def __init__(self, max_length: int) -> None:
+        # Number of accepted ids that a proposal needs to be worth its time. None: unknown.
+        self.cost: float | None = None
+        self._lengths = [_Length() for _ in range(max_length + 1)]
+
+    def pays(self, length: int) -> bool:
+        """Return whether to propose ids after a match of this length."""
+        own = self._lengths[length]
+        if self.cost is None or own.count < TRIES or own.accepted > self.cost:
+            return True
+        own.num_skipped += 1
+        if own.num_skipped < own.pause:
+            return False
+        own.num_skipped, own.pause, own.is_retry = 0, min(2 * own.pause, LONGEST_PAUSE), True
+        return True
+
+    def note(self, length: int, num_accepted: int) -> None:
+        """Record the result of a proposal after a match of this length."""
+        own = self._lengths[length]
+        if own.is_retry:
+            own.is_retry = False
+            if self.cost is not None and num_accepted > self.cost:  # the requests have changed
+                own.accepted, own.count, own.pause = num_accepted, TRIES, FIRST_PAUSE
+                return
+        own.count = min(own.count + 1, MEMORY)
+        own.accepted += (num_accepted - own.accepted) / own.count
