@@ -34,6 +34,16 @@ def test_flashinfers_block_products_equal_those_in_float64(device: str) -> None:
         compare_block_products(file, device)
 
 
+def test_flashinfers_quantised_experts_equal_the_dequantised_ones(device: str) -> None:
+    from on_device.operations import compare_fused_experts, fused_expert_files
+
+    files = fused_expert_files()
+    if not files:
+        pytest.skip("this machine has no compiled kernels of FlashInfer for quantised experts")
+    for file, form in files:
+        compare_fused_experts(file, form, device)
+
+
 def test_single_tokens_have_the_same_bits_alone_and_in_a_batch(device: str) -> None:
     from on_device.batching import bits_differ
 

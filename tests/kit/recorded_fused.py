@@ -154,9 +154,8 @@ def mixed(x: Tensor, mixture: Any, weights: Tensor, experts: Tensor, limits: Any
     gate_up, down, bias, down_bias = mixture
     slope, addend, limit = limits
     total = torch.zeros(len(x), down.shape[1])
-    for expert in range(len(down)):
-        tokens, places = (experts == expert).nonzero(as_tuple=True)
-        inner = x[tokens] @ gate_up[expert].T
+    for expert in range(len(down)):  # of all tokens, as a graph requires
+        inner = x @ gate_up[expert].T
         if bias is not None:
             inner = inner + bias[expert]
         up, gate = inner.chunk(2, dim=1)
@@ -171,7 +170,7 @@ def mixed(x: Tensor, mixture: Any, weights: Tensor, experts: Tensor, limits: Any
         result = inner @ down[expert].T
         if down_bias is not None:
             result = result + down_bias[expert]
-        total.index_add_(0, tokens, result * weights[tokens, places].unsqueeze(1))
+        total = total + result * (weights * (experts == expert)).sum(1, keepdim=True)
     return total
 
 

@@ -19,6 +19,8 @@ from ops.backends import ATTENTION, BLOCK_PRODUCTS, EXPERTS, SAMPLING
 from ops.machine import Machine
 from ops.matmul.grouped import GroupedWeight
 from ops.matmul.rounded_rows import round_rows
+from ops.moe import GroupedMixture, Mixture
+from ops.moe import native as native_moe
 from ops.select import OPERATIONS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,6 +32,7 @@ NO_TABLE = tuple(  # implemented by torch on a GPU
 )
 EXACT = ("kv", "sampling")  # operations that copy, round or choose, so results must be equal
 EXTRAS = ("penalized", "masked", "scored")  # functions of a table in addition to `outputs`
+FUSED_DISTANCE = 0.08  # relative: FlashInfer's experts in float8 and MXFP4 round activations too
 SLACK = 2.0  # the device's exponentials and sums differ from the host's
 
 LONG = tuple((97 * row % 3000, 1) for row in range(32))
@@ -108,13 +111,19 @@ def runnable_files(operation: str) -> set[str]:
     machine = Machine.probe()
     gpu = machine.gpus[0] if machine.gpus else None
     backends = [*ATTENTION.values(), *SAMPLING.values()]
-    if operation == "moe":
-        backends = [ATTENTION["torch_native"], *EXPERTS.values()]
+    if operation == "moe":  # `compare_fused_experts` is about quantised experts of FlashInfer
+        in_16_bits = [EXPERTS["flashinfer_cutlass"]] if has_compiled_flashinfer() else []
+        backends = [ATTENTION["torch_native"], EXPERTS["triton"], *in_16_bits]
     elif operation == "matmul":  # of 4-bit weights; `compare_block_products` is about the other files
         backends = [ATTENTION["torch_native"], ATTENTION["triton"]]
     files = {backend.file for backend in backends if not backend.unmet(machine, gpu)} - set(HOST_ONLY)
     by_flashinfer = {b.file for b in backends if b.needs and b.needs.package == "flashinfer-python"}
     return files if compiles_flashinfer() else files - by_flashinfer
+
+
+def has_compiled_flashinfer() -> bool:
+    """Whether FlashInfer's kernels are installed as machine code. Compiling its experts takes longer than all tests."""
+    return find_spec("flashinfer_jit_cache") is not None
 
 
 def compiles_flashinfer() -> bool:
@@ -199,6 +208,43 @@ def compare_block_products(file: str, device: str) -> None:
         rows = rounded.numbers.double() * rounded.scales.double().repeat_interleave(128, 1)
         found = module.linear(x.to(device), packed).cpu().double()
         torch.testing.assert_close(found, rows @ wide, rtol=2e-2, atol=2e-2)
+
+
+def fused_expert_files() -> list[tuple[str, str]]:
+    """Return (file, format) of FlashInfer's kernels for quantised experts that this machine has as machine code."""
+    machine = Machine.probe()
+    if not machine.gpus or not has_compiled_flashinfer():
+        return []
+    gpu = machine.gpus[0]
+    runs = [each for each in EXPERTS.values() if each.formats and not each.unmet(machine, gpu)]
+    major = gpu.capability[0]
+    found = ((each.file_on.get(major, each.file), form) for each in runs for form in each.formats[major])
+    return [pair for pair in dict.fromkeys(found) if pair[1] != "16 bits"]
+
+
+def compare_fused_experts(file: str, form: str, device: str) -> None:
+    """Raise AssertionError if quantised experts differ from those of `native` with dequantised weights in float32."""
+    module: Any = import_module(f"ops.moe.{file}")
+    mixture, activation = moe.fused_experts(form), "clamped_swiglu" if form == "MXFP4" else "silu"
+    prepared = module.prepare_grouped_experts(_moved(mixture, device), BF16)
+    plain = native_moe.prepare_grouped_experts(mixture, torch.float32)
+    wide = Mixture(*(None if each is None else each.float() for each in plain))  # pyright: ignore[reportArgumentType]
+    generator, (num_experts, size, _) = torch.Generator().manual_seed(4), wide.down.shape
+    for num_tokens in (1, 5, 64, 300):
+        logits = torch.randn(num_tokens, num_experts, generator=generator)
+        weights, chosen = native_moe.route(logits, 2, renormalise=True)
+        x = torch.randn(num_tokens, size, generator=generator).to(BF16)
+        wanted = native_moe.mix(x.float(), wide, weights, chosen, activation)
+        is_rounded = device == "cpu" and form != "MXFP4"  # a Triton kernel rounds rows on a GPU
+        rows = round_rows(x, 128) if is_rounded else x.to(device)
+        found = module.mix(rows, prepared, weights.to(device), chosen.to(device), activation).cpu().float()
+        distance = (found - wanted).norm() / wanted.norm()
+        assert distance < FUSED_DISTANCE, f"{file}, {form}, {num_tokens} tokens: {distance:.3f}"
+
+
+def _moved(mixture: GroupedMixture, device: str) -> GroupedMixture:
+    gate_up, down = (each._replace(codes=each.codes.to(device), scales=each.scales.to(device)) for each in mixture[:2])
+    return GroupedMixture(gate_up, down, *(None if bias is None else bias.to(device) for bias in mixture[2:]))
 
 
 def needs_e4m3(check: Check) -> bool:

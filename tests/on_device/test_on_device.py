@@ -20,6 +20,8 @@ from on_device.greedy_tokens import MARGINS, MEAN_MARGIN, SEEDED, answers, short
 from on_device.moved import Moved
 from on_device.operations import Check
 from ops.attention import AttentionMetadata
+from ops.machine import Machine
+from ops.moe.fused_weights import halves
 from ops.select import select
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
@@ -53,6 +55,33 @@ def test_block_products_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         operations.compare_block_products("with_deepgemm", CPU)
     with pytest.raises(AssertionError, match="Triton would compute"):
         operations.compare_block_products("with_triton", CPU)
+
+
+@pytest.mark.parametrize("form", ["MXFP4", "float8 blocks"])
+@pytest.mark.parametrize("file", ["with_flashinfer", "with_trtllm_gen"])
+def test_fused_experts_are_compared(file: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in recorded_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    operations.compare_fused_experts(file, form, CPU)
+    monkeypatch.setattr("ops.moe.with_flashinfer.swapped", lambda rows: rows)
+    monkeypatch.setattr("ops.moe.up_first.swapped", lambda rows: rows)
+    monkeypatch.setattr("ops.moe.with_flashinfer.halves", lambda weight: halves(weight)[::-1])
+    monkeypatch.setattr("ops.moe.with_trtllm_gen.halves", lambda weight: halves(weight)[::-1])
+    with pytest.raises(AssertionError, match=f"{file}, {form}"):
+        operations.compare_fused_experts(file, form, CPU)
+
+
+def test_fused_experts_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "find_spec", lambda name: name)
+    found = {}
+    for name in ("h100", "b200", "a100", "cpu"):
+        machine = Machine.named(name)
+        monkeypatch.setattr(operations.Machine, "probe", lambda machine=machine: machine)
+        found[name] = operations.fused_expert_files()
+    in_both = ["MXFP4", "float8 blocks"]
+    assert found["h100"] == [("with_flashinfer", form) for form in in_both]
+    assert found["b200"] == [("with_trtllm_gen", form) for form in in_both]
+    assert found["a100"] == found["cpu"] == []
 
 
 def test_every_operation_with_kernels_for_gpus_has_a_table() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from bench.contact.timing import Call, Place, Row, measure
 from bench.gpu.limits import Work
+from on_device.operations import fused_expert_files
 from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, round_to_float8
 from ops.moe import GroupedMixture, Mixture
 from ops.recurrence import Segments, Span
@@ -31,11 +32,15 @@ class Experts(NamedTuple):
 
 MIXTURE = Experts("Qwen3-30B-A3B", 128, 8, 2048, 768)
 SMALL_MIXTURE = Experts("tiny", 4, 2, 128, 128)
+FORMATS = {"MXFP4": "mxfp4", "float8 blocks": "float8 in blocks"}  # of FlashInfer's kernels -> name of a row
 EXPERT_BITS = {"bfloat16": 16.0, "float8": 8.0, "float8 in blocks": 8.25, "mxfp4": 4.25}  # per weight, with its scales
 
 
 def experts(place: Place) -> Iterator[Row]:
-    """Yield a row for routing per number of tokens, and one for the experts' products per weight format and number."""
+    """Yield a row for routing per number of tokens, and one for the experts' products per weight format and number.
+
+    On a GPU, FlashInfer's kernels for quantised experts are measured too if they are installed as machine code.
+    """
     shape, counts = (SMALL_MIXTURE, (1, 3)) if place.small else (MIXTURE, (1, 64, 8192))
     for count in counts:
         yield partial(
@@ -59,6 +64,18 @@ def experts(place: Place) -> Iterator[Row]:
                 in_graph=True,
             )
 
+    for file, form in fused_expert_files() if place.on_gpu else ():
+        for count in counts:
+            yield partial(
+                measure,
+                place,
+                f"experts in {FORMATS[form]} by FlashInfer, {count} tokens",
+                shape.name,
+                _mixing(shape, FORMATS[form], count),
+                partial(_mix, place, shape, FORMATS[form], count, file),
+                in_graph=True,
+            )
+
 
 def _mixing(shape: Experts, name: str, count: int) -> Work:
     """Return the cost: each selected expert is read once. Assumes that tokens select experts uniformly at random."""
@@ -72,8 +89,8 @@ def _route(place: Place, shape: Experts, count: int) -> Call:
     return lambda: route(logits, shape.top_k, renormalise=True)
 
 
-def _mix(place: Place, shape: Experts, name: str, count: int) -> Call:
-    moe = import_module(f"ops.moe.{place.kernels}")
+def _mix(place: Place, shape: Experts, name: str, count: int, file: str | None = None) -> Call:
+    moe = import_module(f"ops.moe.{file or place.kernels}")
     weights, chosen = moe.route(place.draw(count, shape.num_experts), shape.top_k, renormalise=True)
     if name == "mxfp4":
         grouped = GroupedMixture(

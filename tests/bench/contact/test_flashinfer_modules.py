@@ -35,6 +35,11 @@ def test_objects_of_a_module_are_compiled(commands: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(flashinfer_modules, "missing", lambda home, modules: [])
     assert main([]) == 0
     assert commands.read_text(encoding="utf-8").split()[-4:] == ["-j", "1", "a.o", "b.o"]
+    for parts, status, compiled in ((("b",), 0, ["b.o"]), (("b", "c"), 1, ["b.o"])):
+        monkeypatch.setattr(flashinfer_modules, "OBJECTS", {"one": parts})
+        assert main([]) == status
+        assert commands.read_text(encoding="utf-8").split()[-2:] == ["1", *compiled]
+    monkeypatch.setattr(flashinfer_modules, "OBJECTS", {})
     commands.with_name("ninja").write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
     assert main(["one"]) == 1
 

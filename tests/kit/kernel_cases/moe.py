@@ -107,6 +107,28 @@ def outputs_of_4_bits(backend: ModuleType, form: GroupForm, num_tokens: int, dty
     return [backend.mix(draw(num_tokens, size).to(dtype), mixture, weights, experts, "silu")]
 
 
+def fused_experts(form: str) -> GroupedMixture:
+    """Return random experts in "MXFP4" with biases, as in gpt-oss, or in "float8 blocks" of 128 x 128 numbers."""
+    generator, num_experts = torch.Generator().manual_seed(3), 4
+    size, inner_size = (160, 96) if form == "MXFP4" else (384, 128)  # MXFP4 is padded
+
+    def draw(out_size: int, in_size: int) -> GroupedWeight:
+        if form == "MXFP4":
+            codes = torch.randint(0, 16, (num_experts, out_size, in_size), generator=generator, dtype=torch.uint8)
+            exponents = torch.randint(-6, -2, (num_experts, out_size, in_size // 32), generator=generator)
+            return GroupedWeight(codes, exponents.float().exp2(), table=E2M1, powers=True)
+        numbers = torch.randn(num_experts, out_size, in_size, generator=generator).to(torch.float8_e4m3fn)
+        blocks = 0.5 + torch.rand(num_experts, out_size // 128, in_size // 128, generator=generator)
+        scales = (blocks * in_size**-0.5).repeat_interleave(128, 1)
+        return GroupedWeight(numbers.view(torch.uint8), scales, bits=8, floating=True)
+
+    weights = draw(2 * inner_size, size), draw(size, inner_size)
+    if form != "MXFP4":
+        return GroupedMixture(*weights)
+    biases = (torch.randn(num_experts, rows, generator=generator).bfloat16() for rows in (2 * inner_size, size))
+    return GroupedMixture(*weights, *biases)
+
+
 def expected(case: Case) -> list[Tensor]:
     """Compute one token and one expert after another, in float64."""
     logits, x, gate_up, down = (t.double() for t in inputs(case))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from importlib import import_module
 from random import Random
 from typing import Any
 
@@ -10,10 +13,15 @@ import pytest
 import torch
 
 import late_steps
+import recorded_flashinfer
 import tiny_checkpoints
 from fake_device import LateDevice
+from kernel_cases.moe import fused_experts
 from ops.recurrence import Segments, Span, independent
 from runtime.layers import recurrent
+from runtime.layers.moe import mixtures
+from runtime.layers.weight import frozen
+from runtime.loading.loader import load_model
 from runtime.worker.cuda_graph import CudaGraphRunner
 
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) for i in range(6)]
@@ -54,6 +62,34 @@ def test_graphs_give_the_tokens_of_eager_steps(
         )
         assert found == expected
     assert len(set(sizes)) > 1  # several sizes, with and without padding rows
+
+
+@pytest.mark.parametrize("file", ["with_flashinfer", "with_trtllm_gen"])
+def test_fused_experts_are_captured(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's kernels for MXFP4 experts, as fakes with its signatures, give the tokens of eager steps."""
+    for name, module in recorded_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    backend: Any = import_module(f"ops.moe.{file}")
+    mixture, calls = fused_experts("MXFP4"), []
+
+    def mix(x: torch.Tensor, *operands: Any, **more: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return backend.mix(x.to(torch.bfloat16), *operands, **more).to(x.dtype)
+
+    shape = {"hidden_size": 160, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    facts = late_steps.facts("qwen3_moe", **shape)
+    model = load_model(facts, late_steps.model_plan(), replace(late_steps.kernels(), mix=mix))
+    for layer in mixtures(model).values():
+        prepared = backend.prepare_grouped_experts(mixture, torch.bfloat16)
+        layer.activation, layer.gate_up, layer.down = "clamped_swiglu", frozen(prepared.gate_up), frozen(prepared.down)
+        layer.gate_up_bias, layer.down_bias = frozen(prepared.gate_up_bias), frozen(prepared.down_bias)
+    monkeypatch.setattr(late_steps, "model", lambda family: model)
+    expected = late_steps.outputs(PROMPTS, family="qwen3_moe")
+    sizes, eager = replays(monkeypatch), len(calls)
+    device = LateDevice(Random(0))
+    assert late_steps.outputs(PROMPTS, family="qwen3_moe", device=device, sizes=(1, 2, 4), capture_every=1) == expected
+    assert sizes
+    assert len(calls) < 2 * eager  # replays do not call the library
 
 
 def test_spans_that_a_graph_keeps_from_the_capture_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
