@@ -395,7 +395,8 @@ def _layout(plan: Plan, worker: ModelWorker) -> str:
     """Return a text that identifies the layout of stored pages. Equal texts mean compatible pages."""
     specs = sorted((str(name), repr(spec)) for name, spec in worker.cache_specs.items())
     parallel, cache = plan.parallel, plan.cache
-    sizes = (cache.page_size, cache.kv_dtype, parallel.attention_ranks, parallel.pp_size)
+    num_ranks = 1 if cache.same_pages else parallel.attention_ranks
+    sizes = (cache.page_size, cache.kv_dtype, num_ranks, parallel.pp_size)
     return repr((*sizes, plan.draft.path, specs))
 
 

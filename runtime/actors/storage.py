@@ -160,10 +160,10 @@ class Storage:
                     "Storage cannot be used with custom weight loaders, whose weights are unknown."
                 )
             name = await anyio.to_thread.run_sync(self._space_name)
-            parallel = self._plan.parallel
-            space = StoreSpace(name, 0, parallel.attention_ranks * parallel.pp_size, 0)
+            parallel, same = self._plan.parallel, self._plan.cache.same_pages
+            space = StoreSpace(name, 0, 1 if same else parallel.attention_ranks * parallel.pp_size, 0)
             self._store = await anyio.to_thread.run_sync(open_store, attachment.backend, space, dict(attachment.config))
-            payload = {"backend": attachment.backend, "name": name, "config": dict(attachment.config)}
+            payload = {"backend": attachment.backend, "name": name, "config": dict(attachment.config), "same": same}
             await asyncio.shield(self._runner.call("attach_storage", payload))
             self._tier.attach()
             self.attachment = attachment

@@ -78,6 +78,8 @@ class CachePlan(Section):
     max_total_tokens: int | None  # maximum number of tokens in the KV cache; None: as many as memory allows
     # Pages of sliding-window layers per page of the other layers; None: one pool for all layers.
     window_ratio: float | None = None
+    # Whether every rank has the same pages, as with latent attention, so that any rank can use the pages of another.
+    same_pages: bool = False
     max_states: int | None = None  # maximum number of state slots of recurrent layers; None: as many as memory allows
     pin_share: float = 0.0  # maximum share of the pages that pinned prefixes may take
     swap_space_gib: float = 0.0  # host memory per rank, in GiB, for the KV of retracted sequences

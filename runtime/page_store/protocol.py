@@ -26,7 +26,9 @@ class StoreSpace(NamedTuple):
     rank: int  # number among the ranks that share the cache of a sequence
     num_ranks: int
     page_bytes: int  # bytes of a page on this rank, including the checksum
-    group: int = 0  # attention group of the rank (--enable-dp-attention); all groups may share a store
+    # Attention group of the rank (--enable-dp-attention), or the rank's number if all ranks have the same pages. All
+    # groups may share a store.
+    group: int = 0
     num_groups: int = 1
 
 

@@ -52,11 +52,17 @@ class PageIO:
     def page_bytes(self) -> int:
         return sum(block.shape[1] for block in self._blocks)
 
-    def attach(self, backend: str, name: str, config: Mapping[str, Any]) -> None:
-        """Open a store and use it from now on. Raises `InvalidRequest` if it cannot be used."""
+    def attach(self, backend: str, name: str, config: Mapping[str, Any], *, same: bool = False) -> None:
+        """Open a store and use it from now on. Raises `InvalidRequest` if it cannot be used.
+
+        `same`: all ranks have the same pages, so each rank is a group of its own.
+        """
         info, num_bytes = self._rank_info, self.page_bytes + CHECKSUM_BYTES
-        group = info.coordinate("dp").rank
-        space = StoreSpace(name, info.cache_rank, info.tp_size * info.pp_size, num_bytes, group, info.dp_size)
+        if same:
+            space = StoreSpace(name, 0, 1, num_bytes, info.rank, info.world_size)
+        else:
+            group, num_ranks = info.coordinate("dp").rank, info.tp_size * info.pp_size
+            space = StoreSpace(name, info.cache_rank, num_ranks, num_bytes, group, info.dp_size)
         try:
             store = open_store(backend, space, dict(config))
         except ConfigurationError as error:

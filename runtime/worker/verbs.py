@@ -93,7 +93,7 @@ def copy_pages(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 def attach_storage(rank: RankState, payload: Mapping[str, Any]) -> None:
     """Open a page store for the host pages. Raises `InvalidRequest` if the store cannot be used."""
-    _pages(rank).attach(payload["backend"], payload["name"], payload["config"])
+    _pages(rank).attach(payload["backend"], payload["name"], payload["config"], same=payload["same"])
 
 
 def detach_storage(rank: RankState, payload: Mapping[str, Any]) -> None:

@@ -515,6 +515,23 @@ async def test_ranks_fetch_their_shares(of_prefill: dict[str, Any], of_decode: d
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_pages_of_latent_attention_travel_between_other_numbers_of_ranks() -> None:
+    path, options = greedy.model_path("deepseek_v3"), {"skip_tokenizer_init": True, "page_size": 4}
+    prompts = greedy.prompts()
+    one = {"disaggregation_decode_tp": 1, "tp_size": 2}
+    async with (
+        pair(one, model_path=path, **options) as (_, _, url),
+        httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client,
+    ):
+        for prompt, reference in list(zip(prompts, greedy.reference("deepseek_v3"), strict=True))[5:8]:
+            body = {"input_ids": prompt, "sampling_params": greedy.GREEDY}
+            answer = (await client.post("/generate", json=body)).json()
+            assert answer["output_ids"] == reference
+            assert answer["meta_info"]["cached_tokens"] == (len(prompt) - 1) // 4 * 4
+
+
+@pytest.mark.slow
 async def test_a_killed_decode_server_ends_its_requests_alone() -> None:
     """Their streams end with an error that names the cause. The prefill server keeps running."""
     port = free_port()

@@ -43,7 +43,8 @@ def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: s
         window_ratio=_window_ratio(builder, facts),
         host_tier=_host_tier(builder, facts),
         host_layout=_host_layout(builder),
-        **_disaggregation(builder),
+        same_pages=_same_pages(builder, facts),
+        **_disaggregation(builder, facts),
         swap_space_gib=_swap_space(builder, machine, facts),
     )
 
@@ -160,14 +161,14 @@ def plan_of_replica(plan: Plan, index: int) -> Plan:
     return replace(plan, cache=replace(plan.cache, storage="decode", storage_config=config))
 
 
-def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
+def _disaggregation(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision[Any]]:
     """Decide the storage backend of a prefill or decode server.
 
     A prefill server offers its pages to decode servers. A decode server reads the pages of its prefill servers.
     """
     args, flag = builder.args.disaggregation, "--disaggregation-mode"
     role = args.disaggregation_mode
-    _check_counterparts(builder)
+    _check_counterparts(builder, facts)
     if role != "decode" and args.disaggregation_prefill:
         builder.refuse("disaggregation_prefill", f"--disaggregation-prefill needs {flag} decode.")
     if args.disaggregation_prefill_replicas:
@@ -205,14 +206,24 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
     }
 
 
-def _check_counterparts(builder: PlanBuilder) -> None:
+def _same_pages(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
+    if facts.latent_dims is None or facts.by_transformers:
+        return Decision(False, "each rank has the KV of its heads")
+    if builder.args.parallel.pp_size > 1:
+        return Decision(False, "each stage has the KV of its layers")
+    if builder.args.speculative.speculative_algorithm not in (None, "NGRAM"):
+        return Decision(False, "pages have the KV of the draft model too")
+    return Decision(True, "latent vectors belong to all heads")
+
+
+def _check_counterparts(builder: PlanBuilder, facts: ModelFacts) -> None:
     """Refuse options by which the other servers divide the cache of a sequence otherwise than this server."""
     args, parallel = builder.args.disaggregation, builder.args.parallel
     same = "a page travels from a rank to the same rank of the other server, so both need the same"
     groups = parallel.dp_size if parallel.enable_dp_attention else 1
     own = parallel.tp_size // groups
     tp, dp = args.disaggregation_decode_tp, args.disaggregation_decode_dp or groups
-    if tp is not None and tp != own * dp:
+    if tp is not None and tp != own * dp and facts.path and not _same_pages(builder, facts).value:
         divided = f" in {dp} attention groups" if dp > 1 else ""
         builder.refuse(
             "disaggregation_decode_tp",
