@@ -122,6 +122,11 @@ class MediaPreparer:
         if not mutual:
             raise CheckpointError(" ".join(processors.refusals[kind] for kind in KINDS if kind in processors.refusals))
         tower.mutual = any(mutual.values())
+        if tower.mutual and facts.by_transformers and facts.recurrent:
+            raise CheckpointError(
+                f"{facts.architecture}: images are not supported: their tokens attend to each other, and its language "
+                "model runs over transformers' caches."
+            )
         logger.info(
             "%s: %s and an encoder of %.2f GiB%s.",
             ", ".join(PLURALS[kind] for kind in mutual).capitalize(),

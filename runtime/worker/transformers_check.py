@@ -45,7 +45,7 @@ def verified(model: Decoder, facts: ModelFacts, device: torch.device, context_le
         if isinstance(model, SequenceCacheDecoder):
             raise
         logger.info("%s Trying transformers' own caches, one for each sequence.", error)
-        pooler, model = model.pooler, SequenceCacheDecoder(model.model)
+        pooler, model = model.pooler, SequenceCacheDecoder(model.model, planned=False)
         model.model.set_attn_implementation("eager")
         model.pooler = pooler
         try:

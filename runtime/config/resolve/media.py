@@ -43,8 +43,6 @@ def _obstacle(facts: ModelFacts, model: ModelPlan) -> str:
         return "the encoder of this model turns images into token ids, which is not supported"
     if not any(isinstance(facts.config.get(part), dict) for part in ("vision_config", "audio_config")):
         return "this model has no encoder for images, videos or audio"
-    if facts.by_transformers and facts.recurrent:
-        return "its language model runs over transformers' caches, which take no images"
     if facts.is_encoder or model.is_embedding:
         return "media cannot be embedded yet"
     if not any((Path(facts.path) / name).is_file() for name in PROCESSOR_FILES):

@@ -20,7 +20,7 @@ from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.recurrent import KIND
 from runtime.models.by_transformers.attention import body
-from runtime.models.by_transformers.model import TransformersDecoder, check_inputs
+from runtime.models.by_transformers.model import TransformersDecoder, check_row_values
 
 USUAL_PAST = "past_key_values"
 PAST = ("cache", USUAL_PAST, "cache_params", "state", "mems")  # names of the cache argument in transformers' models
@@ -81,9 +81,11 @@ CALL_STYLES = [
 class SequenceCacheDecoder(TransformersDecoder):
     """Computes rows one by one, each with its own transformers cache."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, planned: bool = True) -> None:
+        """`planned` says whether the engine has planned for these caches; only then images are accepted."""
         nn.Module.__init__(self)
         self._set_model(model)
+        self._planned = planned
         self.style = CALL_STYLES[0]  # runtime/worker/transformers_check.py selects the final style
         takes = inspect.signature(body(model).forward).parameters
         self._takes = set(takes)
@@ -96,7 +98,7 @@ class SequenceCacheDecoder(TransformersDecoder):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, E] of the batch's tokens, and store a cache for every row."""
-        check_inputs(batch)
+        check_row_values(batch)
         slot_of = {token: slot for slot, tokens in batch.adapted.items() for token in tokens.tolist()}
         slots: list[Any] = batch.cache[0].slots  # pyright: ignore[reportAttributeAccessIssue]
         hidden = []
@@ -105,12 +107,18 @@ class SequenceCacheDecoder(TransformersDecoder):
             start = int(batch.positions[first])
             # A call of the model computes one row only, so all its tokens have the row's adapter.
             with self.with_adapters({slot_of[first]: slice(None)} if first in slot_of else {}):
-                states, slots[written] = self._row(batch.token_ids[first : first + count], start, past)
+                tokens = slice(first, first + count)
+                if _is_text(batch, tokens):
+                    states, slots[written] = self._row(batch.token_ids[tokens], start, past)
+                else:
+                    states, slots[written] = self._embedded_row(self._embedded(batch, tokens), start, past)
             hidden.append(states)
         return torch.cat(hidden)
 
     def accept_media(self) -> None:
-        raise CheckpointError("Images are not supported for models with caches of their own.")
+        if self.style.whole or not self._planned:
+            raise CheckpointError("Images are not supported: the language model computes texts without such a cache.")
+        super().accept_media()
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Return float32 logits [T, V] of one text, computed in one pass."""
@@ -135,6 +143,31 @@ class SequenceCacheDecoder(TransformersDecoder):
         output = body(self.model)(**arguments)
         return output.last_hidden_state[0], getattr(output, self._past)
 
+    def _embedded_row(self, inputs: dict[str, Any], start: int, past: Any) -> tuple[Tensor, Any]:
+        """Compute a row from the arguments of `_embedded`, with the language model alone. `start`: earlier tokens."""
+        count = inputs["inputs_embeds"].shape[1]
+        if self.style.single and start and count > 1:
+            parts = []
+            for offset in range(count):
+                one = {name: value[..., offset : offset + 1] for name, value in inputs.items()}
+                one["inputs_embeds"] = inputs["inputs_embeds"][:, offset : offset + 1]
+                part, past = self._embedded_row(one, start + offset, past)
+                parts.append(part)
+            return torch.cat(parts), past
+        model = self._language_model()
+        takes = inspect.signature(model.forward).parameters
+        name = next((each for each in PAST if each in takes), USUAL_PAST)
+        arguments = {**inputs, "use_cache": True, name: past}
+        if not self.style.positions and inputs["position_ids"].dim() == 2:
+            del arguments["position_ids"]  # the model counts positions itself
+        if self.style.mask:
+            device = inputs["inputs_embeds"].device
+            arguments["attention_mask"] = torch.ones(1, start + count, dtype=torch.int64, device=device)
+        if not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+            arguments = {key: value for key, value in arguments.items() if key in takes}
+        output = model(**arguments)
+        return output.last_hidden_state[0], getattr(output, name)
+
     def measure(self, context_length: int) -> None:
         """Extrapolate the cache size of a sequence of `context_length` tokens from two short texts."""
         device = next(self.model.parameters()).device
@@ -142,6 +175,14 @@ class SequenceCacheDecoder(TransformersDecoder):
         bytes_per_token = max(0, long - short) / (MEASURED[1] - MEASURED[0])
         num_bytes = int(short + bytes_per_token * (context_length - MEASURED[0]))
         self.cache_specs = {0: SequenceCacheSpec(num_bytes, max(1, context_length // MIN_SLOTS))}
+
+
+def _is_text(batch: ForwardBatch, tokens: slice) -> bool:
+    """Return whether consecutive tokens of a batch have no embeddings of media and no three-axis positions."""
+    if batch.embeds_mask is not None and bool(batch.embeds_mask[tokens].any()):
+        return False
+    axes = batch.position_axes
+    return axes is None or bool((axes[:, tokens] == batch.positions[tokens]).all())
 
 
 def _copy(cache: Any) -> Any:

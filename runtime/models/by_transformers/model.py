@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,10 +51,10 @@ def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
                 kinds[layer_type] = "default"
 
 
-def check_inputs(batch: ForwardBatch) -> None:
-    """Raise `RuntimeError` for inputs that transformers' modules ignore. Adapters are allowed; hooks apply them."""
-    if not replace(batch, row_values={}).is_plain or not batch.row_values.keys() <= {ADAPTER}:
-        raise RuntimeError("A model run by transformers accepts only token ids and one-axis positions.")
+def check_row_values(batch: ForwardBatch) -> None:
+    """Raise `RuntimeError` for values of rows that transformers' modules ignore. Hooks apply adapters."""
+    if not batch.row_values.keys() <= {ADAPTER}:
+        raise RuntimeError("A model run by transformers reads no values of rows but adapters.")
 
 
 class TransformersDecoder(Decoder):
@@ -92,8 +91,7 @@ class TransformersDecoder(Decoder):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, E] after the final norm, and store the keys and values of all T tokens."""
-        if not batch.row_values.keys() <= {ADAPTER}:
-            raise RuntimeError("A model run by transformers reads no values of rows but adapters.")
+        check_row_values(batch)
         self._attend.begin(batch)
         with self.with_adapters(batch.adapted, batch.num_tokens):
             if batch.media is not None or batch.position_axes is not None:
@@ -125,22 +123,31 @@ class TransformersDecoder(Decoder):
 
     def _text_model(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, E] of a multimodal model's text part, called with embeddings instead of ids."""
-        ids, more = batch.token_ids, {}
-        if batch.embeds_mask is not None:
-            ids = ids.masked_fill(batch.embeds_mask, 0)  # placeholders may be beyond the vocabulary
+        output = self._language_model()(use_cache=False, **self._embedded(batch, slice(None)))
+        return output.last_hidden_state[0]
+
+    def _language_model(self) -> Any:
+        """Return the part of a multimodal model that takes embeddings: its language model without the LM head."""
+        decoder = self.model.get_decoder()
+        return attention.body(decoder) if type(decoder).__name__.endswith("ForCausalLM") else decoder
+
+    def _embedded(self, batch: ForwardBatch, tokens: slice) -> dict[str, Any]:
+        """Return the arguments of the language model for some consecutive tokens of the batch."""
+        ids, more = batch.token_ids[tokens], {}
+        mask = None if batch.embeds_mask is None else batch.embeds_mask[tokens]
+        if mask is not None:
+            ids = ids.masked_fill(mask, 0)  # placeholders may be beyond the vocabulary
         embeds = self.model.get_input_embeddings()(ids)
-        if batch.media is not None:
-            vectors, mask = batch.media
-            embeds = torch.where(mask.unsqueeze(1), vectors.to(embeds.dtype), embeds)
+        if batch.input_embeds is not None and mask is not None:
+            embeds = torch.where(mask.unsqueeze(1), batch.input_embeds[tokens].to(embeds.dtype), embeds)
             if batch.media_levels:
                 more["visual_pos_masks"] = mask[None]
-                more["deepstack_visual_embeds"] = [level[mask].to(embeds.dtype) for level in batch.media_levels]
+                more["deepstack_visual_embeds"] = [
+                    level[tokens][mask].to(embeds.dtype) for level in batch.media_levels
+                ]  # fmt: skip
         axes = batch.position_axes
-        positions = batch.positions[None] if axes is None else axes[:, None]
-        decoder = self.model.get_decoder()
-        decoder = attention.body(decoder) if type(decoder).__name__.endswith("ForCausalLM") else decoder
-        output = decoder(inputs_embeds=embeds[None], position_ids=positions, use_cache=False, **more)
-        return output.last_hidden_state[0]
+        positions = batch.positions[None, tokens] if axes is None else axes[:, None, tokens]
+        return {"inputs_embeds": embeds[None], "position_ids": positions, **more}
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         raise RuntimeError("A model run by transformers has no pipeline stages.")
