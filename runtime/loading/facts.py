@@ -159,7 +159,7 @@ def _numbers_of_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
     from runtime.models.by_transformers.facts import model_sizes
 
     sizes = model_sizes(values)
-    names = (field.name for field in fields(sizes) if field.name != "windows")
+    names = (field.name for field in fields(sizes) if field.name != "layers")
     return {name: getattr(sizes, name) for name in names}
 
 

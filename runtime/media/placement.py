@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import count, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,28 @@ TYPES: Mapping[Kind, int] = {"image": 1, "video": 2, "audio": 3}  # token types 
 Positions = Callable[[NDArray[np.int64], NDArray[np.int64], Mapping[str, Any]], NDArray[np.int64]]
 
 
-def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[Kind, str]]) -> tuple[str, list[int]]:
+class NumberMarks(NamedTuple):
+    """The texts around the number of an image in its text. Some models (MiniCPM-V) number the images of a prompt."""
+
+    start: str
+    end: str
+
+    def numbered(self, text: str, number: int) -> str:
+        """Return an image's text with another number in place of 0."""
+        return text.replace(f"{self.start}0{self.end}", f"{self.start}{number}{self.end}", 1)
+
+
+def expanded(
+    text: str,
+    placeholders: Mapping[Kind, str],
+    items: Sequence[tuple[Kind, str]],
+    marks: NumberMarks | None = None,
+) -> tuple[str, list[int]]:
     """Return the text with every placeholder replaced by its item's text. Also return the items' order in the prompt.
 
-    The n-th placeholder of a kind belongs to the n-th item of this kind. Raises `InvalidRequest` unless there is one
-    placeholder for each item. Placeholders of kinds without items are treated as text.
+    The n-th placeholder of a kind belongs to the n-th item of this kind. `marks`: the images are numbered. Raises
+    `InvalidRequest` unless there is one placeholder for each item. Placeholders of kinds without items are treated as
+    text.
     """
     found: list[tuple[int, Kind]] = []
     kinds: list[Kind] = [kind for kind, _ in items]
@@ -36,9 +53,12 @@ def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[
             found.append((at, kind))
     found.sort()
     order = _order([kind for _, kind in found], kinds)
-    pieces, end = [], 0
+    pieces, end, numbers = [], 0, count()
     for (at, kind), index in zip(found, order):
-        pieces += [text[end:at], items[index][1]]
+        inserted = items[index][1]
+        if marks is not None and kind == "image":
+            inserted = marks.numbered(inserted, next(numbers))
+        pieces += [text[end:at], inserted]
         end = at + len(placeholders[kind])
     return "".join([*pieces, text[end:]]), order
 

@@ -100,7 +100,7 @@ class MediaPreparer:
         loader = auto_class(facts.architecture)
         if loader is None:
             raise CheckpointError(f"transformers has no image encoder for {facts.architecture}.")
-        config = config_of(facts.config)
+        config = config_of(facts.config, with_media=True)
         processors = Processors(facts.path, str(facts.config.get("model_type")), media.num_threads, fast=media.fast)
         tower = load_tower(
             facts.path, loader, config, getattr(torch, plan.model.dtype), torch.device(plan.model.device)
@@ -210,18 +210,22 @@ class MediaPreparer:
         finally:
             self._num_counted -= 1
             self.let_go(num_bytes)
-        return expanded(text, self.placeholders, texts)[0]
+        return expanded(text, self.placeholders, texts, self._processors.marks)[0]
 
     def expanded(self, text: str, blocks: Sequence[EncodedBlock]) -> tuple[str, list[EncodedBlock]]:
         """Return the text with each placeholder replaced by its block's text, and the blocks in prompt order."""
         items: list[tuple[Kind, str]] = [(block.kind, block.text) for block in blocks]
-        text, order = expanded(text, self.placeholders, items)
+        text, order = expanded(text, self.placeholders, items, self._processors.marks)
         return text, [blocks[index] for index in order]
 
     def expanded_ids(
         self, ids: Sequence[int], placeholders: Mapping[Kind, int | None], blocks: Sequence[EncodedBlock]
     ) -> tuple[tuple[int, ...], list[EncodedBlock]]:
         """Return the ids with each placeholder replaced by its block's tokens, and the blocks in prompt order."""
+        if self._processors.marks is not None and len(blocks) > 1:
+            raise InvalidRequest(
+                "This model numbers the images of a prompt; send text instead of input_ids.", param="input_ids"
+            )
         known: dict[Kind, int] = {}
         kinds: set[Kind] = {block.kind for block in blocks}
         for kind in kinds:
@@ -321,7 +325,7 @@ class MediaPreparer:
         from runtime.models.by_transformers.facts import auto_class, config_of
         from runtime.models.by_transformers.tower import load_tower
 
-        config, loader = config_of(self._facts.config), auto_class(self._facts.architecture)
+        config, loader = config_of(self._facts.config, with_media=True), auto_class(self._facts.architecture)
         dtype, device = getattr(torch, plan.model.dtype), torch.device(plan.model.device)
         tower = await anyio.to_thread.run_sync(load_tower, path, loader, config, dtype, device)
         tower.mutual = self._tower.mutual

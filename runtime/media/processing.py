@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError, InvalidRequest
+from runtime.media.placement import NumberMarks
 from runtime.media.videos import Video
 from runtime.media_source import PLURALS, Kind
 from runtime.models.by_transformers.facts import quiet
@@ -26,7 +27,7 @@ FILES = ("processor_config.json", "preprocessor_config.json")
 STRIP_BYTES = 2**20
 # Attributes of processors that contain an item's placeholder text, the most specific first.
 PLACEHOLDERS: Mapping[Kind, Sequence[str]] = {
-    "image": ("boi_token", "fake_image_token", "image_token"),
+    "image": ("boi_token", "fake_image_token", "image_placeholder_token", "image_token"),
     "video": ("video_token",),
     "audio": ("boa_token", "audio_token"),
 }
@@ -81,6 +82,7 @@ class Processors:
                 self.refusals[kind] = str(error)
         if not self.placeholders:
             raise CheckpointError("; ".join(self.refusals.values()))
+        self.marks = _number_marks(first)
         self._identities = {kind: _identity(first, kind) for kind in self.placeholders}
         self._any, self._video = first, _part_of(first, "video")
         self.sampling_rate = int(getattr(_part_of(first, "audio"), "sampling_rate", 16_000))
@@ -285,6 +287,12 @@ def _placeholder(processor: Any, name: str, kind: Kind) -> str:
         if isinstance(expanded.inputs.get("input_ids"), Tensor) and len(expanded.text) >= len(text):
             return text
     raise CheckpointError(f"{name}: {plural} are not supported: it has no placeholder for them ({problem}).")
+
+
+def _number_marks(processor: Any) -> NumberMarks | None:
+    """Return the texts around the numbers that a processor gives to images, or None if it does not number them."""
+    marks = NumberMarks(_token(processor, "image_id_start_token"), _token(processor, "image_id_end_token"))
+    return marks if all(marks) and getattr(processor, "default_use_image_id", False) else None
 
 
 def _token(processor: Any, attribute: str) -> str:

@@ -77,7 +77,7 @@ def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device:
             model.style = way
         try:
             with torch.inference_mode():
-                logits = _in_steps(model, first, second, facts, device)
+                logits = _in_steps(model, first, second, device)
                 expected = torch.cat([model.reference_logits(first), model.reference_logits(second)])
         except Exception as error:  # the model's own code may raise anything
             problems.append(f"{error}")
@@ -93,15 +93,13 @@ def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device:
     raise CheckpointError(f"{facts.architecture} cannot be served by transformers' code: {problems[0]}.")
 
 
-def _in_steps(
-    model: TransformersDecoder, first: Tensor, second: Tensor, facts: ModelFacts, device: torch.device
-) -> Tensor:
+def _in_steps(model: TransformersDecoder, first: Tensor, second: Tensor, device: torch.device) -> Tensor:
     """Return float32 logits [T, V] of both texts, computed with Penstock's cache."""
     if isinstance(model, SequenceCacheDecoder):
         specs: Any = model.cache_specs
         pool = KVPool(specs, 2, PAGE, model.dtype, device, kinds={KIND: 4})
     else:
-        pool = KVPool.uniform(facts.num_layers, 2, PAGE, facts.num_kv_heads, facts.head_dim, model.dtype, device)
+        pool = KVPool(model.cache_specs, 2, PAGE, model.dtype, device)
     spans = [[0, 1, 0, SPLIT], [0, 2, SPLIT, SECOND]]
     together = _step(model, pool, torch.cat([first[:SPLIT], second]), [0, 0], [SPLIT, SECOND], spans)
     rest = FIRST - SPLIT

@@ -1,4 +1,4 @@
-"""`seeing`: ask every image-text architecture of transformers about an image, and compare the answers."""
+"""`seeing`: ask every image-text architecture of transformers about images, and compare the answers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from serve.bench.options import new_parser
 
 NUM_NEW = 6
 SIZE = (64, 48)
+ASKED: tuple[tuple[int, ...], ...] = ((0,), (), (1, 0))  # the pictures in each prompt
+CHUNKS = {"chunked_prefill_size": 16, "page_size": 4}  # chunks end inside images
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
 EQUAL, DIFFERS, REFUSED, UNKNOWN = "equal", "differs", "refused", "not tried"
 SLOW = {"glm5_next": "even a small model of its shape is too slow"}
@@ -41,9 +43,10 @@ _PAGE = """\
 
 `just image-models` writes this page, with transformers {version}{torchvision}. For each architecture that transformers
 registers for image-text models, it builds a tiny random checkpoint with the real classes of model and processor, serves
-it, asks about one image, and compares {count} greedy tokens and their log-probabilities with transformers.
+it in chunks of {chunk} tokens, asks about no, one and two images, in one batch and then again, and compares {count}
+greedy tokens and their log-probabilities with transformers.
 
-- *equal*: the same tokens, and log-probabilities within 0.001.
+- *equal*: the same tokens, and log-probabilities within 0.001. Prompts that transformers itself refuses are left out.
 - *refused*: images are refused, with this reason. Texts may still be served ([models through
   transformers](models-by-transformers.md)).
 - *not tried*: no tiny checkpoint could be built, for this reason. The check at loading decides about a real one.
@@ -85,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown:
         torchvision = " and torchvision" if tiny_registered.HAS_TORCHVISION else ""
         page = _PAGE.format(
-            version=transformers.__version__, torchvision=torchvision, count=NUM_NEW, summary=summary
+            version=transformers.__version__, torchvision=torchvision, count=NUM_NEW, summary=summary,
+            chunk=CHUNKS["chunked_prefill_size"],
         )  # fmt: skip
         rows = [f"| `{name}` | {each.result} | {each.details.replace('|', '/')} |" for name, each in found.items()]
         print(page + "\n".join(rows))
@@ -111,19 +115,16 @@ async def outcome(model_type: str) -> Outcome:
 
 
 async def _asked(path: str, model_type: str, processor: Any) -> Outcome:
-    image = tiny_seeing.picture(*SIZE, 1)
-    options: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 12_288, "random_seed": 1}
+    options: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 12_288, "random_seed": 1, **CHUNKS}
     try:
         async with Engine(path, **options, enable_multimodal=True) as engine:
             media = engine.core.media
             placeholder = media.placeholders.get("image") if media is not None else None
-            source = MediaSource("object", image)
             if media is None or placeholder is None:
-                media.check([source]) if media is not None else None
+                media.check([MediaSource("object", pictures()[0])]) if media is not None else None
                 return Outcome(REFUSED, "this model has no encoder for images")
-            text = f"Once {placeholder} upon a time"
-            request = Request(text=text, media=(source,), sampling=GREEDY, logprobs=LogprobParams())
-            [chunk] = await engine.core.submit(request).whole()
+            together = await asyncio.gather(*(_answer(engine, placeholder, numbers) for numbers in ASKED))
+            again = [await _answer(engine, placeholder, numbers) for numbers in ASKED]
     except (CheckpointError, ConfigurationError, InvalidRequest) as error:
         reason = _reason(_short(error))
         if MISFIT.search(reason):
@@ -131,22 +132,54 @@ async def _asked(path: str, model_type: str, processor: Any) -> Outcome:
         return Outcome(REFUSED, reason)
     except EngineFailure as error:
         return Outcome(DIFFERS, f"the request fails: {_short(error)}")
+    return _compared(path, model_type, processor, placeholder, together, again)
+
+
+async def _answer(engine: Engine, placeholder: str, numbers: Sequence[int]) -> tuple[tiny_seeing.Answer, int]:
+    """Return the answer about the pictures of these numbers, and the number of tokens of its prompt."""
+    media = tuple(MediaSource("object", pictures()[number]) for number in numbers)
+    request = Request(text=prompt(placeholder, len(numbers)), media=media, sampling=GREEDY, logprobs=LogprobParams())
+    [chunk] = await engine.core.submit(request).whole()
     assert chunk.logprobs is not None
-    ours = tiny_seeing.Answer(chunk.ids, [logprob or 0.0 for logprob, _ in chunk.logprobs.chosen])
-    try:
-        wanted = reference(path, model_type, processor, text, image)
-    except Exception as error:  # the reference may need what this machine lacks
-        return Outcome(UNKNOWN, f"transformers does not answer: {_short(error)}")
-    if ours.agrees(wanted):
-        return Outcome(EQUAL, f"a prompt of {chunk.usage.prompt} tokens")
-    return Outcome(DIFFERS, f"{ours.ids} instead of {wanted.ids}")
+    scores = [logprob or 0.0 for logprob, _ in chunk.logprobs.chosen]
+    return tiny_seeing.Answer(chunk.ids, scores), chunk.usage.prompt
 
 
-def reference(path: str, model_type: str, processor: Any, text: str, image: Any) -> tiny_seeing.Answer:
-    """Return transformers' greedy answer to a text with one image."""
+def _compared(
+    path: str, model_type: str, processor: Any, placeholder: str, together: Sequence[Any], again: Sequence[Any]
+) -> Outcome:
+    """Compare both rounds of answers with transformers."""
+    compared: list[str] = []
+    for numbers, (first, count), (second, _) in zip(ASKED, together, again, strict=True):
+        try:
+            wanted = reference(path, model_type, processor, prompt(placeholder, len(numbers)), numbers)
+        except Exception as error:  # the reference may need what this machine lacks
+            if numbers == ASKED[0]:
+                return Outcome(UNKNOWN, f"transformers does not answer: {_short(error)}")
+            continue  # a processor or a model may accept only prompts with one image
+        for round_, answer in (("", first), (" the second time", second)):
+            if not answer.agrees(wanted):
+                return Outcome(DIFFERS, f"{len(numbers)} images{round_}: {answer.ids} instead of {wanted.ids}")
+        compared.append(f"{len(numbers)} ({count} tokens)")
+    return Outcome(EQUAL, f"images in a prompt: {', '.join(compared)}")
+
+
+def pictures() -> tuple[Any, Any]:
+    """Return two pictures of one size."""
+    return tiny_seeing.picture(*SIZE, 1), tiny_seeing.picture(*SIZE, 2)
+
+
+def prompt(placeholder: str, num_images: int) -> str:
+    """Return a prompt with images between its words."""
+    return "Once " + f"{placeholder} upon " * num_images + "a time"
+
+
+def reference(path: str, model_type: str, processor: Any, text: str, numbers: Sequence[int]) -> tiny_seeing.Answer:
+    """Return transformers' greedy answer to a text with the pictures of these numbers."""
     auto = tiny_registered.auto_class(model_type)
     model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    inputs = processor(text=[text], images=[image], return_tensors="pt", return_mm_token_type_ids=True)
+    images = {"images": [pictures()[number] for number in numbers]} if numbers else {}
+    inputs = processor(text=[text], return_tensors="pt", return_mm_token_type_ids=True, **images)
     if not any("mm_token_type_ids" in signature(each.forward).parameters for each in (model, model.base_model)):
         inputs.pop("mm_token_type_ids", None)
     inputs = {

@@ -11,13 +11,13 @@ from bench import seeing
 
 PAGE = Path(__file__).parents[2] / "docs" / "image-models.md"
 ANSWER = (
-    "deepseek_vl", "got_ocr2", "granite_docling", "hyperclovax_vision_v2", "lighton_ocr", "paddleocr_vl",
-    "video_llama_3",
+    "deepseek_ocr2", "deepseek_vl", "got_ocr2", "granite_docling", "hyperclovax_vision_v2", "kimi_k25", "lfm3_vl",
+    "lighton_ocr", "ovis2", "paddleocr_vl", "qwen4_exp", "video_llama_3",
 )  # fmt: skip
 NEED_TORCHVISION = ("minicpmv4_6", "minicpmv4_7", "phi4_multimodal")
 REFUSED = {
     "chameleon": "turns images into token ids",
-    "git": "runs over transformers' caches",
+    "git": "has no placeholder",
     "instructblip": "also reads the text of the prompt",
     "mllama": "cross-attention",
 }

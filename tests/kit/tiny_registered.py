@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import getsource, signature
 from pathlib import Path
 from typing import Any
@@ -44,23 +44,30 @@ USUAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_t
 TOKENS: dict[str, Mapping[str, str]] = {  # further attributes of tokenizers
     "fuyu": {"speaker_token": "|SPEAKER|", "newline_token": "|NEWLINE|"},
 }
-UNNAMED = ("blip-2",)  # tokenizers without an attribute for the image token
+MORE_TOKENS: dict[str, Sequence[str]] = {  # special tokens that a processor's code names in another way
+    "minimax_m3_vl": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
+    "ovis2": ("<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
+}
+UNNAMED = ("blip-2", "cohere_compass")  # tokenizers without an attribute for the image token
 # Model types whose processors are those of another one, or are registered under another name.
 PROCESSORS = {
     "cosmos3_omni": "Qwen3VLProcessor", "glm_ocr": "Glm46VProcessor", "glmga": "Glm46VProcessor",
     "qwen2_5_omni_thinker": "Qwen2_5OmniProcessor", "qwen3_omni_moe_thinker": "Qwen3OmniMoeProcessor",
-    "phi4_multimodal": "Phi4MultimodalProcessor",
+    "phi4_multimodal": "Phi4MultimodalProcessor", "fast_vlm": "LlavaProcessor", "kosmos-2": "Kosmos2Processor",
+    "kosmos-2.5": "Kosmos2_5Processor",
 }  # fmt: skip
 ALIKE = {
     "glm4v_moe": "glm4v", "glm_ocr": "glm46v", "qwen3_vl_moe": "qwen3_vl", "qwen2_5_omni_thinker": "qwen2_5_omni",
-    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe", "diffusion_gemma": "gemma4",
 }  # fmt: skip
 _WHOLE = {"longest_edge": 512}
 IMAGES: dict[str, Mapping[str, Any]] = {  # options of image processors
+    "gemma3n": {"size": {"height": 128, "width": 128}},
     "smolvlm": {"size": _WHOLE, "max_image_size": _WHOLE, "do_image_splitting": False},
 }
 OPTIONS: dict[str, Mapping[str, Any]] = {  # options of processors
     "granite_docling": {"image_seq_len": 64},
+    "gemma3n": {"image_seq_length": 16},
     "idefics2": {"image_seq_len": 64},
     "smolvlm": {"image_seq_len": 256},
     "vipllava": {"vision_feature_select_strategy": "default"},
@@ -68,12 +75,47 @@ OPTIONS: dict[str, Mapping[str, Any]] = {  # options of processors
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0}
 _QWEN_3_5 = {"text_config": {"rope_parameters": _SECTIONS}}
 _CLIP = {"vision_config": {"image_size": 336, "patch_size": 14}}
+# Token ids of configurations that do not have the names of a processor's attributes: the token, or several.
+TOKEN_IDS: dict[str, Mapping[str, str | Sequence[str]]] = {
+    "blip-2": {"image_token_index": "<image>"},
+    "molmo2": {"image_patch_id": "<im_patch>"},
+    "ovis2": {
+        "image_token_id": "<IMG_ATOM>",
+        "visual_indicator_token_ids": ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
+    },
+    "qwen2_5_omni_thinker": {
+        "vision_start_token_id": "<vision_bos_token>",
+        "audio_start_token_id": "<audio_bos_token>",
+    },
+    "qwen3_omni_moe_thinker": {
+        "vision_start_token_id": "<vision_bos_token>",
+        "audio_start_token_id": "<audio_bos_token>",
+    },
+}
 CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
     "aria": {"vision_config": {"image_size": 980, "patch_size": 14}},
     "cohere2_vision": {"vision_config": {"image_size": 512, "patch_size": 16}},
-    "gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": 64, "num_hidden_layers": 2}},
+    "gemma3n": {
+        "vision_config": {"architecture": "test_convnext", "hidden_size": 64, "vocab_offset": 400},
+        "audio_config": {"vocab_offset": 528},
+        "text_config": {"vocab_size": 656, "vocab_size_per_layer_input": 400},
+        "vision_soft_tokens_per_image": 16,
+    },
+    "gemma4": {
+        "vision_config": {"model_type": "gemma4_vision", "hidden_size": 64, "num_hidden_layers": 2},
+        "text_config": {"vocab_size_per_layer_input": 512, "pad_token_id": 3},
+    },
     "gemma4_unified": {"vision_config": {"model_type": "gemma4_unified_vision", "hidden_size": 64}},
+    "apertus1p5": {"audio_config": {"codebook_dim": 64}},
+    "deepseek_ocr2": {"vision_config": {"sam_config": {"downsample_channels": [32, 64]}}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
     "granite4_vision": _CLIP,
+    "inkling2": {"text_config": {"unpadded_vocab_size": 400}},
+    "inkling2_loop": {"text_config": {"unpadded_vocab_size": 400}},
+    "kimi_k25": {"projection_hidden_size": 64},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256},
+    "nemotron_h_omni": {"vision_hidden_size": 64},
     "llava_next_video": _CLIP,
     "minicpm_ocr": {"text_config": {"tie_word_embeddings": True}},
     "minicpmv4_7": _QWEN_3_5,
@@ -85,6 +127,10 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
     "smolvlm": {"vision_config": {"image_size": 512, "patch_size": 16}},
     "vipllava": {"vision_config": {"num_hidden_layers": 12}},
 }
+
+
+# Ids from which on tokens are never text, but parts of images and audio.
+NO_TEXT_FROM = {"gemma3n": 400}
 
 
 class CannotBuild(Exception):
@@ -100,8 +146,12 @@ def write(folder: Path, model_type: str) -> Any:
     config = tiny_foreign.config(model_type, small, **CONFIG.get(model_type, {}))
     processor = _processor(folder, kind, tokenizer, config)
     _set_tokens(config, processor, tokenizer)
+    for name, text in TOKEN_IDS.get(model_type, {}).items():
+        setattr(config, name, tokenizer.convert_tokens_to_ids(text))
     model = auto_class(model_type).from_config(config, dtype=torch.float32)
     tiny_checkpoints.redraw(model, 0)
+    if model_type in NO_TEXT_FROM:  # no logit of such a token is the largest
+        model.get_output_embeddings().weight.data[NO_TEXT_FROM[model_type] :] = 0
     model.save_pretrained(folder)
     return processor
 
@@ -127,7 +177,8 @@ def _tokenizer(folder: Path, code: str, model_type: str) -> Any:
     read = {one or other for one, other in READ.findall(code)} - {*USUAL}
     named = {"image_token": "<image>", **{name: f"<{name}>" for name in sorted(read - {"image_token"})}}
     named |= TOKENS.get(model_type, {})
-    marks = [AddedToken(text, special=True, normalized=False) for text in (*MARKS.findall(code), *named.values())]
+    texts = (*MARKS.findall(code), *named.values(), *MORE_TOKENS.get(model_type, ()))
+    marks = [AddedToken(text, special=True, normalized=False) for text in texts]
     tiny_tokenizers.write(folder, "byte_bpe", BASE_VOCABULARY)
     backend, _ = tiny_tokenizers.build("byte_bpe", BASE_VOCABULARY)
     backend.add_special_tokens(list({mark.content: mark for mark in marks}.values()))
@@ -163,7 +214,10 @@ def _processor(folder: Path, kind: Any, tokenizer: Any, config: Any) -> Any:
         else:
             parts[name] = None
         if parts[name] is not None and parts[name] is not tokenizer:
-            parts[name].save_pretrained(folder)
+            try:
+                parts[name].save_pretrained(folder)
+            except ValueError:  # ERNIE's part for videos needs a font
+                parts[name] = None
             values = {**json.loads(file.read_text()), **values} if file.is_file() else values
     file.write_text(json.dumps(values))  # the parts for images and audio have this file in common
     lenient = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, value: None})

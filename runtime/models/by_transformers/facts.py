@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_log
 
 from runtime.errors import CheckpointError
+from runtime.layers.forward_batch import KVSpec
 from runtime.modeling.spellings import text_part
 from runtime.models.by_transformers import attention
 from runtime.models.registry import unsupported
@@ -36,6 +37,11 @@ KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 PROMPT_LAYERS = "reference_sliding_attention"  # layers whose window depends on the length of the prompt
 # Multimodal model type -> its text model, which is loaded instead: the whole model needs a vision library.
 TEXT_ONLY = {"gemma3n": "gemma3n_text"}
+# Text models with further embeddings in every layer -> whether media tokens have those of their own ids there. If not,
+# they have those of the padding token.
+LAYER_EMBEDDINGS = {"gemma3n_text": True, "gemma4_text": False}
+# Text models in which the tokens of an image attend to each other in sliding layers only.
+MUTUAL_IN_WINDOWS = frozenset({"gemma4_text", "gemma4_unified_text"})
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "global", "local"})
 TOKENS = 3  # length of the trial text
 LATER = "attention to later tokens"
@@ -77,18 +83,21 @@ class ModelSizes:
     context_length: int
     has_sinks: bool
     recurrent: bool = False  # whether each sequence has its own transformers cache
-    windows: Sequence[int | None] = ()  # sliding window of each attention call; None: full attention
+    layers: Sequence[KVSpec] = ()  # the keys and values that each attention call caches
 
 
-def config_of(values: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration object for config.json. Raises CheckpointError if there is none."""
+def config_of(values: Mapping[str, Any], *, with_media: bool = False) -> Any:
+    """Return transformers' configuration object for config.json. Raises CheckpointError if there is none.
+
+    `with_media` asks for the configuration of the whole model where otherwise only its text model is loaded.
+    """
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
     if name == "WhisperForConditionalGeneration":
         raise CheckpointError(
             f"{name} transcribes audio and generates no text from prompts. Serve another model, and name this one with "
             "--transcription-model."
         )
-    if kind in TEXT_ONLY:
+    if kind in TEXT_ONLY and not with_media:
         kind, values = TEXT_ONLY[kind], text_part(values)
     if output_kind(name) is None or kind not in CONFIG_MAPPING:
         remote_code = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
@@ -264,17 +273,16 @@ def _paged(name: str, config: Any, text: Any) -> ModelSizes:
     context = _context(text)
     if context is None:
         raise CheckpointError(f"config.json: {name} has no context length; set max_position_embeddings.")
-    first = calls[0]
     return ModelSizes(
         num_layers=len(calls),
-        num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
+        num_heads=calls[0].num_heads,
+        num_kv_heads=max(call.num_kv_heads for call in calls),
         head_dim=max(call.head_dim for call in calls),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         context_length=context,
         has_sinks=any("s_aux" in call.options for call in calls),
-        windows=windows,
+        layers=[KVSpec(call.num_kv_heads, call.head_dim, window) for call, window in zip(calls, windows)],
     )
 
 
@@ -302,7 +310,7 @@ def _calls(name: str, config: Any) -> list[Call]:
     calls = recorder.calls
     if not calls:
         raise _refusal(name, "its own attention code, or no attention")
-    if any(call.num_kv_heads != calls[0].num_kv_heads or call.num_heads != calls[0].num_heads for call in calls):
+    if any(call.num_heads != calls[0].num_heads for call in calls):
         raise _refusal(name, "layers with different numbers of heads")
     if not all(call.causal for call in calls):
         raise _refusal(name, LATER)

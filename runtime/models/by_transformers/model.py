@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from runtime.batch import ADAPTER
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError
 from runtime.layers.batch_reads import BatchReads
-from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
+from runtime.layers.forward_batch import ForwardBatch, LayerSpec
 from runtime.layers.lm_head import NOT_ADAPTED
 from runtime.layers.pooler import Pooler
 from runtime.mesh.rank_info import Stage
 from runtime.modeling.decoder import Decoder
+from runtime.modeling.spellings import text_part
 from runtime.models.by_transformers import attention
-from runtime.models.by_transformers.facts import model_sizes
+from runtime.models.by_transformers.facts import LAYER_EMBEDDINGS, MUTUAL_IN_WINDOWS, model_sizes
 
 
 def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
@@ -135,6 +137,7 @@ class TransformersDecoder(Decoder):
         """Return the arguments of the language model for some consecutive tokens of the batch."""
         ids, more = batch.token_ids[tokens], {}
         mask = None if batch.embeds_mask is None else batch.embeds_mask[tokens]
+        more |= self._layer_embeddings(ids, mask)
         if mask is not None:
             ids = ids.masked_fill(mask, 0)  # placeholders may be beyond the vocabulary
         embeds = self.model.get_input_embeddings()(ids)
@@ -148,6 +151,15 @@ class TransformersDecoder(Decoder):
         axes = batch.position_axes
         positions = batch.positions[None, tokens] if axes is None else axes[:, None, tokens]
         return {"inputs_embeds": embeds[None], "position_ids": positions, **more}
+
+    def _layer_embeddings(self, ids: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        """Return the argument with the embeddings of tokens in every layer, if the model has such embeddings."""
+        model = self._language_model()
+        if not getattr(model.config, "hidden_size_per_layer_input", 0):
+            return {}
+        if mask is not None and not LAYER_EMBEDDINGS[model.config.model_type]:
+            ids = ids.masked_fill(mask, model.embed_tokens.padding_idx or 0)
+        return {"per_layer_inputs": model.get_per_layer_inputs(ids[None])}
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         raise RuntimeError("A model run by transformers has no pipeline stages.")
@@ -201,35 +213,41 @@ class _Output(BaseModelOutputWithPast):
 class PagedAttention:
     """Attention over the paged cache. The n-th attention call of a forward pass uses cache layer n.
 
-    All cache layers have the same head size. Shorter keys and values are padded with zeros, which do not change scores.
+    Keys and values of one layer have the same head size. The shorter ones are padded with zeros, which do not change
+    scores.
     """
 
     def __init__(self, kernels: Kernels, facts: ModelFacts) -> None:
         self._kernels = kernels
-        self._head_dim = facts.head_dim
-        self._windows = model_sizes(facts.config).windows
-        self.cache_specs: dict[int, LayerSpec] = {
-            index: KVSpec(facts.num_kv_heads, facts.head_dim, window) for index, window in enumerate(self._windows)
-        }
+        self._layers = model_sizes(facts.config).layers
+        text = text_part(facts.config)
+        self._mutual_in_windows = text.get("model_type") in MUTUAL_IN_WINDOWS
+        self.cache_specs: dict[int, LayerSpec] = dict(enumerate(self._layers))
         self._batch: ForwardBatch | None = None
+        self._causal: ForwardBatch | None = None
         self._calls = 0
 
     def begin(self, batch: ForwardBatch) -> None:
         self._batch, self._calls = batch, 0
+        self._causal = batch
+        if self._mutual_in_windows and batch.attention.mutual_spans:
+            self._causal = replace(batch, attention=replace(batch.attention, mutual_spans=()))
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         batch, index = self._batch, self._calls
-        if batch is None or index >= len(self._windows):
+        if batch is None or self._causal is None or index >= len(self._layers):
             raise RuntimeError("Attention was called outside a step, or more often than in the trial pass.")
         self._calls += 1
+        layer = self._layers[index]
         cache, scale = batch.cache[index], options.get("scaling", q.shape[-1] ** -0.5)
         sinks, size = options.get("s_aux"), v.shape[-1]
-        q, k, v = (pad(x, (0, self._head_dim - x.shape[-1])).contiguous() for x in (q, k, v))
+        q, k, v = (pad(x, (0, layer.head_dim - x.shape[-1])).contiguous() for x in (q, k, v))
         cache.store(self._kernels, k, v, batch, {})
         attention_options = AttentionOptions(
             scale=float(scale),
-            window=self._windows[index],
+            window=layer.window,
             soft_cap=options.get("softcap"),
             sinks=None if sinks is None else sinks.reshape(-1).float(),
         )
+        batch = self._causal if layer.window is None else batch
         return cache.attend(self._kernels, q, batch, {}, attention_options)[..., :size]

@@ -18,20 +18,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from runtime.errors import CheckpointError
-from runtime.models.by_transformers.facts import quiet
+from runtime.models.by_transformers.facts import LAYER_EMBEDDINGS, MUTUAL_IN_WINDOWS, quiet
 
 # Arguments of the language model that Penstock supplies itself or that have no effect.
 _PLAIN = frozenset(
     {"inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache", "past_key_values", "cache_position",
      "return_dict", "output_attentions", "output_hidden_states", "logits_to_keep", "labels", "input_ids",
      "hidden_states", "position_embeddings", "visual_pos_masks", "deepstack_visual_embeds", "token_type_ids",
-     "mm_token_type_ids"}
+     "mm_token_type_ids", "per_layer_inputs"}
 )  # fmt: skip
 # Results of processors that are passed to a body with arbitrary keyword arguments.
 _PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "second_per_grid_ts"})
+# Results of processors that a body takes under another name.
+_RENAMED = {"pixel_values_images": "pixel_values"}
 # Ends of the names of processors' results from which positions are computed.
 GRIDS = ("grid_thw", "grid_hws", "second_per_grid_ts", "target_sizes", "target_sizes_videos")
 TEXT = 0  # type of tokens of text
+SLIDING = "sliding_attention"  # kind of layer
 NUM_AXES = 3  # time, height and width
 
 
@@ -54,17 +57,24 @@ class _Recorded(Exception):
 class _Unknown(nn.Module):
     """An embedding that is NaN for every token, so that tokens without an image's vector can be recognised."""
 
-    weight: Tensor
+    row: Tensor
 
     def __init__(self, real: nn.Module, size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.full((1, size), torch.nan, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("row", torch.full((1, size), torch.nan, dtype=dtype, device=device), persistent=False)
         self.embedding_dim = size
         self.num_embeddings = getattr(real, "num_embeddings", 0)
         self.padding_idx = None
+        for name, child in real.named_children():  # some encoders use a norm of the embedding
+            self.add_module(name, child)
+
+    @property
+    def weight(self) -> Tensor:
+        """The vectors of all tokens, [V, E]. They share memory."""
+        return self.row.expand(max(self.num_embeddings, 1), -1)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self.weight[0].expand(*input_ids.shape, self.embedding_dim).clone()
+        return self.row[0].expand(*input_ids.shape, self.embedding_dim).clone()
 
 
 class _Recorder(nn.Module):
@@ -93,7 +103,9 @@ class _Recorder(nn.Module):
         return None
 
     def get_per_layer_inputs(self, *_: Any, **__: Any) -> None:
-        raise ValueError("its language model also reads embeddings of its own in every layer.")
+        """Return None, because the language model computes these embeddings from the tokens that it is given."""
+        if self.config.model_type not in LAYER_EMBEDDINGS:
+            raise ValueError("its language model also reads embeddings of its own in every layer.")
 
     def forward(self, hidden_states: Tensor | None = None, *_: Any, **arguments: Any) -> None:
         raise _Recorded(arguments if hidden_states is None else {**arguments, "inputs_embeds": hidden_states})
@@ -213,7 +225,8 @@ class MediaTower(nn.Module):
         device, dtype = next(self.body.parameters()).device, next(self.body.parameters()).dtype
         given = {}
         takes_all = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
-        for name, value in inputs.items():
+        for original, value in inputs.items():
+            name = original if original in self._takes else _RENAMED.get(original, original)
             if name in self._takes or (takes_all and name in _PASSED_ON):
                 if isinstance(value, Tensor):
                     value = value.to(device, dtype) if value.is_floating_point() else value.to(device)
@@ -228,23 +241,28 @@ class MediaTower(nn.Module):
 
     def _attends_mutually(self, mask: Any, is_media: Tensor, name: str) -> bool:
         """Return whether the mask [1, 1, T, T] for the language model lets tokens of an image attend to each other."""
-        masks = list(mask.values()) if isinstance(mask, Mapping) else [mask]
-        masks = [each[0, 0] for each in masks if isinstance(each, Tensor) and each.dim() == 4]
-        if not masks:
-            return False
+        masks = mask if isinstance(mask, Mapping) else {"": mask}
+        masks = {kind: each[0, 0] for kind, each in masks.items() if isinstance(each, Tensor) and each.dim() == 4}
         causal = torch.ones(len(is_media), len(is_media), dtype=torch.bool).tril()
         starts = is_media & ~torch.cat((is_media.new_zeros(1), is_media[:-1]))
         block = torch.where(is_media, starts.cumsum(0), 0).cpu()
         same = (block[:, None] == block[None]) & (block > 0)[:, None]
-        for each in masks:
+        mutual: set[str] = set()  # kinds of layers in which tokens of an image attend to each other
+        for kind, each in masks.items():
             allowed = (each if each.dtype == torch.bool else each == 0).cpu()
             beyond = allowed & ~causal
             if not beyond.any():
                 continue
             if not torch.equal(beyond, same & ~causal):
                 raise CheckpointError(f"{name}: images are not supported: its texts attend to later tokens.")
-            return True
-        return False
+            mutual.add(kind)
+        in_windows = self.config.get_text_config().model_type in MUTUAL_IN_WINDOWS
+        if mutual and mutual != ({SLIDING} if in_windows else {*masks}):
+            kinds = ", ".join(sorted(mutual))
+            raise CheckpointError(
+                f"{name}: images are not supported: their tokens attend to each other only in {kinds}."
+            )
+        return bool(mutual)
 
 
 def _is_setting(value: Any) -> bool:
