@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,10 +33,13 @@ CHUNKS = {"chunked_prefill_size": 16, "page_size": 4}  # chunks end inside image
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
 EQUAL, DIFFERS, REFUSED, UNKNOWN = "equal", "differs", "refused", "not tried"
 SLOW = {"glm5_next": "even a small model of its shape is too slow"}
+# Model types of which only prompts with up to one image are compared, because transformers encodes the same image
+# differently as the second of a prompt.
+ALONE = ("minicpmv4_6", "minicpmv4_7")
 # Errors of transformers that mean that the sizes or tokens of a tiny checkpoint are wrong.
 MISFIT = re.compile(
     r"do not match|shapes? |size|cannot be multiplied|no attribute 'unsqueeze'|Mismatch in|total number|out of range|"
-    r"processor of the checkpoint|do not become embeddings"
+    r"processor of the checkpoint"
 )
 _PAGE = """\
 # Image-text architectures of transformers
@@ -98,8 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if counts[DIFFERS] else 0
 
 
-async def outcome(model_type: str) -> Outcome:
-    """Build a tiny checkpoint of a model type, and compare an answer about an image with transformers."""
+async def outcome(model_type: str, text: Mapping[str, Any] | None = None) -> Outcome:
+    """Build a tiny checkpoint of a model type, and compare answers about images with transformers.
+
+    `text` has further fields of the configuration's text part.
+    """
     if model_type in SLOW:
         return Outcome(UNKNOWN, SLOW[model_type])
     with TemporaryDirectory(prefix="penstock-seeing-") as folder:
@@ -108,7 +114,7 @@ async def outcome(model_type: str) -> Outcome:
                 tiny_seeing.write(folder, model_type)
                 processor = tiny_seeing.processor_of(folder, model_type)
             else:
-                processor = tiny_registered.write(Path(folder), model_type)
+                processor = tiny_registered.write(Path(folder), model_type, text or {})
         except Exception as error:  # configurations, processors and models of transformers raise any exception
             return Outcome(UNKNOWN, _short(error))
         return await _asked(folder, model_type, processor)
@@ -151,6 +157,8 @@ def _compared(
     """Compare both rounds of answers with transformers."""
     compared: list[str] = []
     for numbers, (first, count), (second, _) in zip(ASKED, together, again, strict=True):
+        if len(numbers) > 1 and model_type in ALONE:
+            continue
         try:
             wanted = reference(path, model_type, processor, prompt(placeholder, len(numbers)), numbers)
         except Exception as error:  # the reference may need what this machine lacks

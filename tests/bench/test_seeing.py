@@ -11,12 +11,11 @@ from bench import seeing
 
 PAGE = Path(__file__).parents[2] / "docs" / "image-models.md"
 ANSWER = (
-    "deepseek_ocr2", "deepseek_vl", "got_ocr2", "granite_docling", "hyperclovax_vision_v2", "kimi_k25", "lfm3_vl",
+    "chameleon", "deepseek_ocr2", "ernie4_5_vl_moe", "gemma4", "hyperclovax_vision_v2", "kimi_k25", "lfm3_vl",
     "lighton_ocr", "ovis2", "paddleocr_vl", "qwen4_exp", "video_llama_3",
 )  # fmt: skip
 NEED_TORCHVISION = ("minicpmv4_6", "minicpmv4_7", "phi4_multimodal")
 REFUSED = {
-    "chameleon": "turns images into token ids",
     "git": "has no placeholder",
     "instructblip": "also reads the text of the prompt",
     "mllama": "cross-attention",
@@ -39,6 +38,17 @@ REFUSED = {
 )
 async def test_answers_about_an_image_are_those_of_transformers(model_type: str) -> None:
     found = await seeing.outcome(model_type)
+    assert found.result == seeing.EQUAL, found.details
+
+
+@pytest.mark.slow
+async def test_a_gemma_4_without_embeddings_in_every_layer_sees_too() -> None:
+    """Gemma 4 31B: sliding and full layers have KV heads of other numbers and sizes, and images attend in windows."""
+    text = {
+        "use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+    }  # fmt: skip
+    found = await seeing.outcome("gemma4", text)
     assert found.result == seeing.EQUAL, found.details
 
 

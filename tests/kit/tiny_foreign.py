@@ -108,7 +108,6 @@ OWN: dict[str, dict[str, Any]] = {  # Fields of single kinds, which override SMA
             "intermediate_size": 16,
         }
     },
-    "hy_v4_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1]}},
     "dots3_note_text": {
         "index_head_dim": 16, "index_n_heads": 4, "index_topk": 256, "shared_experts_intermediate_size": 32,
         "n_routed_experts": 4,

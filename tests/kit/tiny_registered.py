@@ -58,15 +58,18 @@ PROCESSORS = {
 }  # fmt: skip
 ALIKE = {
     "glm4v_moe": "glm4v", "glm_ocr": "glm46v", "qwen3_vl_moe": "qwen3_vl", "qwen2_5_omni_thinker": "qwen2_5_omni",
-    "qwen3_omni_moe_thinker": "qwen3_omni_moe", "diffusion_gemma": "gemma4",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe", "diffusion_gemma": "gemma4", "fast_vlm": "llava",
 }  # fmt: skip
 _WHOLE = {"longest_edge": 512}
 IMAGES: dict[str, Mapping[str, Any]] = {  # options of image processors
+    "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
     "gemma3n": {"size": {"height": 128, "width": 128}},
+    "qianfan_ocr": {"size": {"height": 448, "width": 448}},
     "smolvlm": {"size": _WHOLE, "max_image_size": _WHOLE, "do_image_splitting": False},
 }
 OPTIONS: dict[str, Mapping[str, Any]] = {  # options of processors
     "granite_docling": {"image_seq_len": 64},
+    "fast_vlm": {"patch_size": 32, "num_additional_image_tokens": 0, "vision_feature_select_strategy": "full"},
     "gemma3n": {"image_seq_length": 16},
     "idefics2": {"image_seq_len": 64},
     "smolvlm": {"image_seq_len": 256},
@@ -95,6 +98,7 @@ TOKEN_IDS: dict[str, Mapping[str, str | Sequence[str]]] = {
 CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
     "aria": {"vision_config": {"image_size": 980, "patch_size": 14}},
     "cohere2_vision": {"vision_config": {"image_size": 512, "patch_size": 16}},
+    "fast_vlm": {"vision_config": {"architecture": "test_convnext", "hidden_size": 64, "model_args": {}}},
     "gemma3n": {
         "vision_config": {"architecture": "test_convnext", "hidden_size": 64, "vocab_offset": 400},
         "audio_config": {"vocab_offset": 528},
@@ -106,10 +110,18 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
         "text_config": {"vocab_size_per_layer_input": 512, "pad_token_id": 3},
     },
     "gemma4_unified": {"vision_config": {"model_type": "gemma4_unified_vision", "hidden_size": 64}},
-    "apertus1p5": {"audio_config": {"codebook_dim": 64}},
+    "apertus1p5": {
+        "image_token_offset": 448,
+        "audio_token_offset": 512,
+        "text_config": {"vocab_size": 640},
+        "vision_config": {"codebook_size": 64},
+        "audio_config": {"codebook_dim": 64, "codebook_size": 64},
+    },
     "deepseek_ocr2": {"vision_config": {"sam_config": {"downsample_channels": [32, 64]}}},
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
     "granite4_vision": _CLIP,
+    "dots3_note": {"vision_config": {"num_hidden_layers": 42, "num_local_experts": 4}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1]}}},
     "inkling2": {"text_config": {"unpadded_vocab_size": 400}},
     "inkling2_loop": {"text_config": {"unpadded_vocab_size": 400}},
     "kimi_k25": {"projection_hidden_size": 64},
@@ -137,13 +149,19 @@ class CannotBuild(Exception):
     """Says why there is no tiny checkpoint of an architecture."""
 
 
-def write(folder: Path, model_type: str) -> Any:
-    """Write a checkpoint with tokenizer and processor, and return the processor. Raises CannotBuild with the reason."""
+def write(folder: Path, model_type: str, text: Mapping[str, Any] | None = None) -> Any:
+    """Write a checkpoint with tokenizer and processor, and return the processor. Raises CannotBuild with the reason.
+
+    `text` has further fields of the configuration's text part.
+    """
     kind = _processor_class(model_type)
     tokenizer = _tokenizer(folder, getsource(sys.modules[kind.__module__]), model_type)
     small = {**tiny_foreign.SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 8192}
     small |= {"out_hidden_size": 64, "text_hidden_size": 64}
-    config = tiny_foreign.config(model_type, small, **CONFIG.get(model_type, {}))
+    changes = dict(CONFIG.get(model_type, {}))
+    if text:
+        changes["text_config"] = {**changes.get("text_config", {}), **text}
+    config = tiny_foreign.config(model_type, small, **changes)
     processor = _processor(folder, kind, tokenizer, config)
     _set_tokens(config, processor, tokenizer)
     for name, text in TOKEN_IDS.get(model_type, {}).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,9 @@ from runtime.modeling.decoder import Decoder
 from runtime.modeling.spellings import text_part
 from runtime.models.by_transformers import attention
 from runtime.models.by_transformers.facts import LAYER_EMBEDDINGS, MUTUAL_IN_WINDOWS, model_sizes
+
+# Argument of models that have experts for images: 1 for tokens of images, and 0 for text.
+VISUAL_TOKENS = "moe_mm_token_type_ids"
 
 
 def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
@@ -76,6 +80,7 @@ class TransformersDecoder(Decoder):
         self.adapted: dict[int, Tensor | slice] = {}
         self.num_adapted: int | None = None  # number of tokens of this call; None: every token has the adapter
         self.row_values = (ADAPTER,)
+        self._visual_ids: Tensor | None = None  # ids of text around images, for models with experts for images
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
         self.pooler = Pooler()
@@ -96,7 +101,7 @@ class TransformersDecoder(Decoder):
         check_row_values(batch)
         self._attend.begin(batch)
         with self.with_adapters(batch.adapted, batch.num_tokens):
-            if batch.media is not None or batch.position_axes is not None:
+            if batch.media is not None or batch.position_axes is not None or self._visual_ids is not None:
                 return self._text_model(batch)
             output = attention.body(self.model)(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
@@ -122,6 +127,11 @@ class TransformersDecoder(Decoder):
         """Allow vectors in place of token embeddings and, if the model uses them, positions on three axes."""
         axes = any(hasattr(module, "get_rope_index") for module in self.model.modules())
         self.reads = BatchReads(position_axes=axes, media_size=self.hidden_size)
+        if VISUAL_TOKENS in inspect.signature(self._language_model().forward).parameters:
+            names = [f"{kind}_{end}_token_id" for kind in ("image", "video") for end in ("start", "end")]
+            ids = [getattr(self.model.config, name, None) for name in names]
+            device = next(self.model.parameters()).device
+            self._visual_ids = torch.tensor([each for each in ids if each is not None], device=device)
 
     def _text_model(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, E] of a multimodal model's text part, called with embeddings instead of ids."""
@@ -138,6 +148,9 @@ class TransformersDecoder(Decoder):
         ids, more = batch.token_ids[tokens], {}
         mask = None if batch.embeds_mask is None else batch.embeds_mask[tokens]
         more |= self._layer_embeddings(ids, mask)
+        if self._visual_ids is not None:
+            visual = torch.isin(ids, self._visual_ids)
+            more[VISUAL_TOKENS] = (visual if mask is None else visual | mask)[None].int()
         if mask is not None:
             ids = ids.masked_fill(mask, 0)  # placeholders may be beyond the vocabulary
         embeds = self.model.get_input_embeddings()(ids)

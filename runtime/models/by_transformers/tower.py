@@ -25,7 +25,8 @@ _PLAIN = frozenset(
     {"inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache", "past_key_values", "cache_position",
      "return_dict", "output_attentions", "output_hidden_states", "logits_to_keep", "labels", "input_ids",
      "hidden_states", "position_embeddings", "visual_pos_masks", "deepstack_visual_embeds", "token_type_ids",
-     "mm_token_type_ids", "per_layer_inputs"}
+     "mm_token_type_ids", "per_layer_inputs",
+     "moe_mm_token_type_ids"}
 )  # fmt: skip
 # Results of processors that are passed to a body with arbitrary keyword arguments.
 _PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "second_per_grid_ts"})
@@ -33,6 +34,8 @@ _PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "s
 _RENAMED = {"pixel_values_images": "pixel_values"}
 # Ends of the names of processors' results from which positions are computed.
 GRIDS = ("grid_thw", "grid_hws", "second_per_grid_ts", "target_sizes", "target_sizes_videos")
+# Model types whose encoders turn images into ids of tokens, and then into the embeddings of these ids.
+IMAGES_OF_IDS = frozenset({"chameleon", "emu3"})
 TEXT = 0  # type of tokens of text
 SLIDING = "sliding_attention"  # kind of layer
 NUM_AXES = 3  # time, height and width
@@ -134,8 +137,11 @@ class MediaTower(nn.Module):
         body = getattr(model, "model", model)
         if not isinstance(body, nn.Module) or decoder is model:
             body = model
-        weight = model.get_input_embeddings().weight
-        embedding = _Unknown(model.get_input_embeddings(), weight.shape[-1], weight.dtype, weight.device)
+        real = model.get_input_embeddings()
+        weight = real.weight
+        # None: tokens without an image's vector are NaN. Else: they have the embedding of their id.
+        self._known = real if model.config.model_type in IMAGES_OF_IDS else None
+        embedding = self._known or _Unknown(real, weight.shape[-1], weight.dtype, weight.device)
         recorder = _Recorder(model.config.get_text_config(), embedding)
         owners = [child for child, each in body.named_children() if each is decoder]
         if owners:
@@ -163,8 +169,8 @@ class MediaTower(nn.Module):
         Raises ValueError if the model does not call its language model, or adds images to layers in an unsupported way.
         """
         arguments = self._record(inputs)
-        embeds = arguments["inputs_embeds"][0]  # [T, E]
-        is_media = ~embeds.isnan().any(-1)
+        embeds = self._embeds(arguments)
+        is_media = self._is_media(embeds, inputs)
         levels = arguments.get("deepstack_visual_embeds") or ()
         if isinstance(levels, Mapping):
             raise ValueError("This model adds images to layers in a way that is not supported.")
@@ -195,10 +201,24 @@ class MediaTower(nn.Module):
             raise CheckpointError(
                 f"{name}: {kind} are not supported: its language model also reads {', '.join(sorted(more))}."
             )
-        is_media = ~arguments["inputs_embeds"][0].isnan().any(-1)
+        is_media = self._is_media(self._embeds(arguments), between)
         if not bool(is_media.any()):
-            raise CheckpointError(f"{name}: {kind} are not supported: they do not become embeddings.")
+            raise CheckpointError(f"{name}: {kind} are not supported: they do not replace embeddings of tokens.")
         return self._attends_mutually(arguments.get("attention_mask"), is_media, name)
+
+    def _embeds(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Return the embeddings [T, E] of a recorded call."""
+        embeds = arguments.get("inputs_embeds")
+        if not isinstance(embeds, Tensor):
+            raise ValueError("its language model takes images in another way than as embeddings.")
+        return embeds[0]
+
+    def _is_media(self, embeds: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Return which tokens have an image's vector in place of the embedding of their id, bool [T]."""
+        if self._known is None:
+            return ~embeds.isnan().any(-1)
+        ids = inputs["input_ids"][0].to(embeds.device)
+        return (embeds != self._known(ids)).any(-1)
 
     def positions(self, token_ids: NDArray[np.int64], types: NDArray[np.int64], grids: Mapping[str, Tensor]) -> Any:
         """Return the positions of a prompt on three axes, int64 [3, T].

@@ -11,7 +11,7 @@ import pytest
 from runtime.errors import InvalidRequest
 from runtime.kv_cache.page_keys import page_keys
 from runtime.media.encoder_cache import EncodedBlock, EncoderCache
-from runtime.media.placement import expanded, expanded_ids, place
+from runtime.media.placement import NumberMarks, expanded, expanded_ids, place
 from runtime.media_source import Kind
 from runtime.request import Request
 from runtime.sequence import Sequence
@@ -30,6 +30,12 @@ def block(name: str, rows: int = 2) -> EncodedBlock:
 def sequence(ids: tuple[int, ...], blocks: list[EncodedBlock]) -> Sequence:
     placed, media = place(ids, blocks, None, 100, mutual=False)
     return Sequence(Request(ids=placed, prompt_media=media), 0, placed, max_tokens=64, stop_ids=frozenset(), seed=0)
+
+
+def test_images_are_numbered_in_the_order_of_the_prompt() -> None:
+    items: list[tuple[Kind, str]] = [("image", "<i>0</i>0"), ("video", "<i>0</i>"), ("image", "<i>0</i>y")]
+    text, _ = expanded("a<image>b<video><image>", PLACES, items, NumberMarks("<i>", "</i>"))
+    assert text == "a<i>0</i>0b<i>0</i><i>1</i>y"
 
 
 def test_images_stand_in_order_and_have_keys_of_their_own() -> None:
