@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import re
 from collections import Counter
@@ -19,12 +20,15 @@ import transformers
 import tiny_registered
 import tiny_seeing
 from bench import PROGRAM
+from runtime.config.resolve.media import ENCODERS
 from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, InvalidRequest
+from runtime.loading.facts import read_facts
 from runtime.media_source import MediaSource
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
 from serve import Engine
 from serve.bench.options import new_parser
+from tiny_seeing import CONFIG_MAPPING
 
 NUM_NEW = 6
 SIZE = (64, 48)
@@ -33,6 +37,8 @@ CHUNKS = {"chunked_prefill_size": 16, "page_size": 4}  # chunks end inside image
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
 EQUAL, DIFFERS, REFUSED, UNKNOWN = "equal", "differs", "refused", "not tried"
 SLOW = {"glm5_next": "even a small model of its shape is too slow"}
+# Fields of configurations that transformers cannot make without these.
+BARE = {"vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}}
 # Model types of which only prompts with up to one image are compared, because transformers encodes the same image
 # differently as the second of a prompt.
 ALONE = ("minicpmv4_6", "minicpmv4_7")
@@ -116,8 +122,21 @@ async def outcome(model_type: str, text: Mapping[str, Any] | None = None) -> Out
             else:
                 processor = tiny_registered.write(Path(folder), model_type, text or {})
         except Exception as error:  # configurations, processors and models of transformers raise any exception
-            return Outcome(UNKNOWN, _short(error))
+            return _refused_by_name(Path(folder), model_type) or Outcome(UNKNOWN, _short(error))
         return await _asked(folder, model_type, processor)
+
+
+def _refused_by_name(folder: Path, model_type: str) -> Outcome | None:
+    """Return why the configuration alone is refused, or None if it is not."""
+    name = tiny_registered.ARCHITECTURES[model_type]
+    config = {"model_type": model_type, "architectures": [name], **BARE.get(model_type, {})}
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        facts = read_facts(str(folder))
+    except CheckpointError as error:
+        return Outcome(REFUSED, _reason(_short(error)))
+    has_encoder = any(part in facts.config for part in ENCODERS) or hasattr(CONFIG_MAPPING[model_type](), ENCODERS[0])
+    return None if has_encoder else Outcome(REFUSED, "this model has no encoder for images")
 
 
 async def _asked(path: str, model_type: str, processor: Any) -> Outcome:

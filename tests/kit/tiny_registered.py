@@ -164,8 +164,8 @@ def write(folder: Path, model_type: str, text: Mapping[str, Any] | None = None) 
     config = tiny_foreign.config(model_type, small, **changes)
     processor = _processor(folder, kind, tokenizer, config)
     _set_tokens(config, processor, tokenizer)
-    for name, text in TOKEN_IDS.get(model_type, {}).items():
-        setattr(config, name, tokenizer.convert_tokens_to_ids(text))
+    for name, token in TOKEN_IDS.get(model_type, {}).items():
+        setattr(config, name, tokenizer.convert_tokens_to_ids(token))
     model = auto_class(model_type).from_config(config, dtype=torch.float32)
     tiny_checkpoints.redraw(model, 0)
     if model_type in NO_TEXT_FROM:  # no logit of such a token is the largest
