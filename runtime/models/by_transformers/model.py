@@ -29,6 +29,7 @@ from runtime.modeling.decoder import Decoder
 from runtime.modeling.spellings import text_part
 from runtime.models.by_transformers import attention
 from runtime.models.by_transformers.facts import LAYER_EMBEDDINGS, MUTUAL_IN_WINDOWS, model_sizes
+from runtime.models.by_transformers.tower import NUM_AXES
 
 # Argument of models that have experts for images: 1 for tokens of images, and 0 for text.
 VISUAL_TOKENS = "moe_mm_token_type_ids"
@@ -80,6 +81,9 @@ class TransformersDecoder(Decoder):
         self.adapted: dict[int, Tensor | slice] = {}
         self.num_adapted: int | None = None  # number of tokens of this call; None: every token has the adapter
         self.row_values = (ADAPTER,)
+        rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+        # Axes of positions before the three of media. They have the index of each token (HunYuan-VL).
+        self._more_axes = max(0, len(rope.get("mrope_section") or ()) - NUM_AXES)
         self._visual_ids: Tensor | None = None  # ids of text around images, for models with experts for images
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
@@ -162,7 +166,10 @@ class TransformersDecoder(Decoder):
                     level[tokens][mask].to(embeds.dtype) for level in batch.media_levels
                 ]  # fmt: skip
         axes = batch.position_axes
-        positions = batch.positions[None, tokens] if axes is None else axes[:, None, tokens]
+        positions = batch.positions[None, tokens]
+        if axes is not None:
+            index = positions.expand(self._more_axes, 1, -1)
+            positions = torch.cat((index, axes[:, None, tokens])) if self._more_axes else axes[:, None, tokens]
         return {"inputs_embeds": embeds[None], "position_ids": positions, **more}
 
     def _layer_embeddings(self, ids: Tensor, mask: Tensor | None) -> dict[str, Any]:

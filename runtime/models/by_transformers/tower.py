@@ -183,10 +183,6 @@ class MediaTower(nn.Module):
         Return whether the tokens of the item attend to each other. Raises CheckpointError if the language model needs
         more than embeddings and positions on three axes. `kind` is the word for the input in error messages.
         """
-        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
-        sections = rope.get("mrope_section") or rope.get("xdrope_section") or ()
-        if self.has_axes and len(sections) > NUM_AXES:
-            raise CheckpointError(f"{name}: {kind} are not supported: positions have {len(sections)} axes.")
         try:
             between = _between_texts(inputs)
             arguments = self._record(between)
@@ -223,6 +219,7 @@ class MediaTower(nn.Module):
     def positions(self, token_ids: NDArray[np.int64], types: NDArray[np.int64], grids: Mapping[str, Tensor]) -> Any:
         """Return the positions of a prompt on three axes, int64 [3, T].
 
+        Further axes before these three must have the index of each token; else ValueError is raised.
         `types` [T] is the media type of each token (0: text). `grids` has the sizes of all images and videos, under
         `grid_names`.
         """
@@ -231,6 +228,8 @@ class MediaTower(nn.Module):
         given = {"input_ids": ids, "mm_token_type_ids": kinds, "attention_mask": torch.ones_like(ids), **grids}
         takes = inspect.signature(self._rope_index).parameters
         axes, _ = self._rope_index(**{name: value for name, value in given.items() if name in takes})
+        if not bool((axes[:-NUM_AXES, 0] == torch.arange(len(token_ids), device=axes.device)).all()):
+            raise ValueError(f"positions have {len(axes)} axes.")
         return axes[-NUM_AXES:, 0].cpu().numpy()
 
     @property
