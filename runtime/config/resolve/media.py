@@ -11,7 +11,7 @@ from runtime.config.plan import MediaPlan, ModelPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-ENCODERS = ("vision_config", "audio_config", "vq_config")  # fields of config.json that describe an encoder
+ENCODERS = ("vision_config", "audio_config")  # fields of config.json that describe an encoder
 GIB = 2**30
 KINDS = ("image", "video", "audio")
 
@@ -40,6 +40,8 @@ def media_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, model:
 
 def _obstacle(facts: ModelFacts, model: ModelPlan) -> str:
     """Return why the model cannot take images, videos or audio, or ""."""
+    if isinstance(facts.config.get("vq_config"), dict):
+        return "the encoder of this model turns images into token ids, which is not supported"
     if not any(isinstance(facts.config.get(part), dict) for part in ENCODERS):
         return "this model has no encoder for images, videos or audio"
     if facts.is_encoder or model.is_embedding:

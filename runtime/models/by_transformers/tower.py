@@ -34,8 +34,6 @@ _PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "s
 _RENAMED = {"pixel_values_images": "pixel_values"}
 # Ends of the names of processors' results from which positions are computed.
 GRIDS = ("grid_thw", "grid_hws", "second_per_grid_ts", "target_sizes", "target_sizes_videos")
-# Model types whose encoders turn images into ids of tokens, and then into the embeddings of these ids.
-IMAGES_OF_IDS = frozenset({"chameleon", "emu3"})
 TEXT = 0  # type of tokens of text
 SLIDING = "sliding_attention"  # kind of layer
 NUM_AXES = 3  # time, height and width
@@ -137,11 +135,8 @@ class MediaTower(nn.Module):
         body = getattr(model, "model", model)
         if not isinstance(body, nn.Module) or decoder is model:
             body = model
-        real = model.get_input_embeddings()
-        weight = real.weight
-        # None: tokens without an image's vector are NaN. Else: they have the embedding of their id.
-        self._known = real if model.config.model_type in IMAGES_OF_IDS else None
-        embedding = self._known or _Unknown(real, weight.shape[-1], weight.dtype, weight.device)
+        weight = model.get_input_embeddings().weight
+        embedding = _Unknown(model.get_input_embeddings(), weight.shape[-1], weight.dtype, weight.device)
         recorder = _Recorder(model.config.get_text_config(), embedding)
         owners = [child for child, each in body.named_children() if each is decoder]
         if owners:
@@ -170,7 +165,7 @@ class MediaTower(nn.Module):
         """
         arguments = self._record(inputs)
         embeds = self._embeds(arguments)
-        is_media = self._is_media(embeds, inputs)
+        is_media = ~embeds.isnan().any(-1)
         levels = arguments.get("deepstack_visual_embeds") or ()
         if isinstance(levels, Mapping):
             raise ValueError("This model adds images to layers in a way that is not supported.")
@@ -197,7 +192,7 @@ class MediaTower(nn.Module):
             raise CheckpointError(
                 f"{name}: {kind} are not supported: its language model also reads {', '.join(sorted(more))}."
             )
-        is_media = self._is_media(self._embeds(arguments), between)
+        is_media = ~self._embeds(arguments).isnan().any(-1)
         if not bool(is_media.any()):
             raise CheckpointError(f"{name}: {kind} are not supported: they do not replace embeddings of tokens.")
         return self._attends_mutually(arguments.get("attention_mask"), is_media, name)
@@ -208,13 +203,6 @@ class MediaTower(nn.Module):
         if not isinstance(embeds, Tensor):
             raise ValueError("its language model takes images in another way than as embeddings.")
         return embeds[0]
-
-    def _is_media(self, embeds: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return which tokens have an image's vector in place of the embedding of their id, bool [T]."""
-        if self._known is None:
-            return ~embeds.isnan().any(-1)
-        ids = inputs["input_ids"][0].to(embeds.device)
-        return (embeds != self._known(ids)).any(-1)
 
     def positions(self, token_ids: NDArray[np.int64], types: NDArray[np.int64], grids: Mapping[str, Tensor]) -> Any:
         """Return the positions of a prompt on three axes, int64 [3, T].
