@@ -39,6 +39,8 @@ EQUAL, DIFFERS, REFUSED, UNKNOWN = "equal", "differs", "refused", "not tried"
 SLOW = {"glm5_next": "even a small model of its shape is too slow"}
 # Fields of configurations that transformers cannot make without these.
 BARE = {"vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}}
+# Model types that transformers cannot generate with unless it uses a cache.
+CACHED = ("ernie4_5_vl_moe",)
 # Model types of which only prompts with up to one image are compared, because transformers encodes the same image
 # differently as the second of a prompt.
 ALONE = ("minicpmv4_6", "minicpmv4_7")
@@ -215,8 +217,8 @@ def reference(path: str, model_type: str, processor: Any, text: str, numbers: Se
     }
     with torch.inference_mode():
         output = model.generate(
-            **inputs, do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0, use_cache=False,
-            output_logits=True, return_dict_in_generate=True,
+            **inputs, do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0,
+            use_cache=model_type in CACHED, output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     ids = output.sequences[0, -NUM_NEW:].tolist()
     scores = [logits[0].float().log_softmax(-1)[token].item() for token, logits in zip(ids, output.logits, strict=True)]

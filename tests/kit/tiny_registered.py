@@ -120,7 +120,14 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
     "deepseek_ocr2": {"vision_config": {"sam_config": {"downsample_channels": [32, 64]}}},
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
     "granite4_vision": _CLIP,
-    "dots3_note": {"vision_config": {"num_hidden_layers": 42, "num_local_experts": 4}},
+    "dots3_note": {
+        "vision_config": {
+            "num_hidden_layers": 42,
+            "num_local_experts": 4,
+            "adapter_in_dim": 64,
+            "adapter_out_dim": 64,
+        }
+    },
     "hy_v4_vl": {"text_config": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1]}}},
     "inkling2": {"text_config": {"unpadded_vocab_size": 400}},
     "inkling2_loop": {"text_config": {"unpadded_vocab_size": 400}},

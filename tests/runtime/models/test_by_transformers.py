@@ -96,15 +96,15 @@ RARE_PAGED = (
     "apertus1p5_text",
     "axk1", "cohere_compass_text", "bert", "bert-generation", "dory",
     "electra", "ernie", "flint", "fuyu", "gemma4",
-    "gemma4_unified", "got_ocr2", "gpt-sw3", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "kolibri1",
-    "minimax_m3_vl_text", "phi4_multimodal", "roc_bert",
+    "gemma4_unified", "gemma4_unified_text", "got_ocr2", "gpt-sw3", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "kolibri1",
+    "mimo_v2_flash", "minimax_m3_vl_text", "phi4_multimodal", "roc_bert",
 )  # fmt: skip
 RARE_HELD = (
     "axk2", "bailing_hybrid", "bamba", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
-    "camembert", "data2vec-text", "deepseek_v4", "doge", "dots3_note_text", "gemma4_unified_text", "git", "glm_moe_dsa",
+    "camembert", "data2vec-text", "deepseek_v4", "doge", "dots3_note_text", "git", "glm_moe_dsa",
     "gpt_neox_japanese", "hy_v4", "inkling2_text", "inkling_text",
     "jetmoe", "kimi_linear", "lara_mini", "lfm3", "llama4",
-    "longcat_flash", "marian", "mbart", "megatron-bert", "mimo_v2_flash", "mvp", "olmo_hybrid", "pegasus",
+    "longcat_flash", "marian", "mbart", "megatron-bert", "mvp", "olmo_hybrid", "pegasus",
     "plbart", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert",
     "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "whisper",
     "xlm-roberta", "xlm-roberta-xl", "xlstm", "xmod", "zamba", "zamba2",
@@ -146,14 +146,15 @@ NOT_TRIED = {  # models for which no small checkpoint can be made
 }
 SEEING_NOT_SERVED = {
     **dict.fromkeys(
-        ("apertus1p5", "hy_v4_vl", "inkling2_loop"), "a small model of its shape cannot be made; not tried"
+        ("fast_vlm", "hy_v4_vl", "inkling2_loop"), "only a checkpoint that sees is tried ([images](image-models.md))"
     ),
+    "apertus1p5": "a small model of its shape cannot be made; not tried",
     **dict.fromkeys(("blip", "idefics", "kosmos-2"), "it generates nothing without an image"),
     **dict.fromkeys(
         ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
         "it has an encoder",
     ),
-    **dict.fromkeys(("fast_vlm", "perception_lm"), "its vision tower needs another library; not tried"),
+    "perception_lm": "its vision tower needs another library; not tried",
     "diffusion_gemma": "it generates blocks of tokens by diffusion",
     "dots3_note": "its configuration holds several models; not tried",
     "evolla": "its input is proteins; not tried",
