@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = Counter(each.result for each in found.values())
     summary = ", ".join(f"{counts[result]} {result}" for result in (EQUAL, DIFFERS, REFUSED, UNKNOWN) if counts[result])
     if args.markdown:
-        torchvision = " and torchvision" if tiny_registered.HAS_TORCHVISION else ""
+        torchvision = ", torchvision and timm" if tiny_registered.HAS_TORCHVISION else ""
         page = _PAGE.format(
             version=transformers.__version__, torchvision=torchvision, count=NUM_NEW, summary=summary,
             chunk=CHUNKS["chunked_prefill_size"],

@@ -96,8 +96,8 @@ RARE_PAGED = (
     "apertus1p5_text",
     "axk1", "cohere_compass_text", "bert", "bert-generation", "dory",
     "electra", "ernie", "flint", "fuyu", "gemma4",
-    "gemma4_unified", "gemma4_unified_text", "got_ocr2", "gpt-sw3", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "kolibri1",
-    "mimo_v2_flash", "minimax_m3_vl_text", "phi4_multimodal", "roc_bert",
+    "gemma4_unified", "gemma4_unified_text", "got_ocr2", "gpt-sw3", "granite_swa", "granitemoe_swa", "hrm_text",
+    "hy_v3", "kolibri1", "mimo_v2_flash", "minimax_m3_vl_text", "phi4_multimodal", "roc_bert",
 )  # fmt: skip
 RARE_HELD = (
     "axk2", "bailing_hybrid", "bamba", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
