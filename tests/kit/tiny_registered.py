@@ -64,7 +64,7 @@ _WHOLE = {"longest_edge": 512}
 IMAGES: dict[str, Mapping[str, Any]] = {  # options of image processors
     "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
     "gemma3n": {"size": {"height": 128, "width": 128}},
-    "qianfan_ocr": {"size": {"height": 448, "width": 448}, "crop_to_patches": False},
+    "qianfan_ocr": {"size": {"height": 448, "width": 448}, "max_patches": 1},
     "smolvlm": {"size": _WHOLE, "max_image_size": _WHOLE, "do_image_splitting": False},
 }
 OPTIONS: dict[str, Mapping[str, Any]] = {  # options of processors
