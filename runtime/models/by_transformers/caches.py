@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -117,7 +118,10 @@ class SequenceCacheDecoder(TransformersDecoder):
 
     def accept_media(self) -> None:
         if self.style.whole or not self._planned:
-            raise CheckpointError("Images are not supported: the language model computes texts without such a cache.")
+            raise CheckpointError(
+                "Images are not supported, because this language model has no cache that can begin with them. Start with "
+                "--enable-multimodal false to serve texts."
+            )
         super().accept_media()
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
@@ -149,9 +153,7 @@ class SequenceCacheDecoder(TransformersDecoder):
         if self.style.single and start and count > 1:
             parts = []
             for offset in range(count):
-                one = {name: value[..., offset : offset + 1] for name, value in inputs.items()}
-                one["inputs_embeds"] = inputs["inputs_embeds"][:, offset : offset + 1]
-                part, past = self._embedded_row(one, start + offset, past)
+                part, past = self._embedded_row(_one_token(inputs, offset), start + offset, past)
                 parts.append(part)
             return torch.cat(parts), past
         model = self._language_model()
@@ -183,6 +185,21 @@ def _is_text(batch: ForwardBatch, tokens: slice) -> bool:
         return False
     axes = batch.position_axes
     return axes is None or bool((axes[:, tokens] == batch.positions[tokens]).all())
+
+
+def _one_token(inputs: Mapping[str, Any], offset: int) -> dict[str, Any]:
+    """Return the arguments of `_embedded` for one of its tokens."""
+    one: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if isinstance(value, list):  # vectors that layers add, for the tokens of media only
+            mask = inputs["visual_pos_masks"][0]
+            first = int(mask[:offset].sum())
+            one[name] = [level[first : first + int(mask[offset])] for level in value]
+        elif name in ("inputs_embeds", "per_layer_inputs"):
+            one[name] = value[:, offset : offset + 1]
+        else:
+            one[name] = value[..., offset : offset + 1]
+    return one
 
 
 def _copy(cache: Any) -> Any:
