@@ -286,7 +286,8 @@ def _placeholder(processor: Any, name: str, kind: Kind) -> str:
             continue
         if isinstance(expanded.inputs.get("input_ids"), Tensor) and len(expanded.text) >= len(text):
             return text
-    raise CheckpointError(f"{name}: {plural} are not supported: it has no placeholder for them ({problem}).")
+    reason = f" ({problem})" if problem is not None else ""
+    raise CheckpointError(f"{name}: {plural} are not supported: it has no placeholder for them{reason}.")
 
 
 def _number_marks(processor: Any) -> NumberMarks | None:
