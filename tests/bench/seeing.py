@@ -57,7 +57,7 @@ registers for image-text models, it builds a tiny random checkpoint with the rea
 it in chunks of {chunk} tokens, asks about no, one and two images, in one batch and then again, and compares {count}
 greedy tokens and their log-probabilities with transformers.
 
-- *equal*: the same tokens, and log-probabilities within 0.001. Two images of MiniCPM-V 4.6 and 4.7 are left out, because
+- *equal*: the same tokens, and log-probabilities within 0.001. Two images of MiniCPM-V 4.6 and 4.7 are left out:
   transformers encodes the second one differently from the same image alone. So are prompts that transformers refuses.
 - *refused*: images are refused, with this reason. Texts may still be served ([models through
   transformers](models-by-transformers.md)).
