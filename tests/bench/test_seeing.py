@@ -11,10 +11,10 @@ from bench import seeing
 
 PAGE = Path(__file__).parents[2] / "docs" / "image-models.md"
 ANSWER = (
-    "deepseek_ocr2", "ernie4_5_vl_moe", "gemma4", "hyperclovax_vision_v2", "kimi_k25", "lfm3_vl",
+    "deepseek_ocr2", "ernie4_5_vl_moe", "gemma4", "hyperclovax_vision_v2", "lfm3_vl",
     "lighton_ocr", "ovis2", "paddleocr_vl", "qwen4_exp", "video_llama_3",
 )  # fmt: skip
-NEED_TORCHVISION = ("minicpmv4_6", "minicpmv4_7", "phi4_multimodal")
+NEED_TORCHVISION = ("kimi_k25", "minicpmv4_6", "minicpmv4_7", "phi4_multimodal")
 REFUSED = {
     "chameleon": "turns images into token ids",
     "git": "has no placeholder",
