@@ -56,17 +56,26 @@ class TargetOnly:
         return name
 
 
+class Launches(list[Any]):
+    """Compiled kernels, in the order of their launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: list[tuple[int, ...]] = []  # numbers of programs of each launch
+
+
 @contextmanager
-def compiling_for(capability: int) -> Iterator[list[Any]]:
+def compiling_for(capability: int) -> Iterator[Launches]:
     """Within, a Triton launch compiles for this compute capability (90 for 9.0) and is added to the list."""
     import triton
     from triton.runtime.jit import JITFunction
 
     launch: Callable[..., Any] = JITFunction.run
-    kernels: list[Any] = []
+    kernels = Launches()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernels.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
+        kernels.grids.append(grid if isinstance(grid, tuple) else ())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
@@ -93,13 +102,17 @@ def inspect(kernel: Any, folder: Path) -> Compiled:
 
 def machine_code(kernel: Any, folder: Path) -> list[str]:
     """Return the instructions of a compiled kernel (SASS), one per line, without labels."""
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", machine_text(kernel, folder), re.MULTILINE)
+
+
+def machine_text(kernel: Any, folder: Path) -> str:
+    """Return the disassembly of a compiled kernel, with labels."""
     import triton
 
     path = folder / "kernel.cubin"
     path.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    done = subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True)
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", done.stdout, re.MULTILINE)
+    return subprocess.run([tool, "-c", path], capture_output=True, text=True, check=True).stdout
 
 
 def buffers(kernel: Any, shape: str) -> int:
