@@ -19,6 +19,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 TRITON_GROUPS = (16, 32, 64, 128)
 CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
 SMALLEST_SCALE = 1e-12  # scale of a row that contains only zeros
+FACTORED_ROWS = 4096  # number of rows whose scales are factored at a time
+FACTORED_ERROR = 2.0**-20  # largest relative error of a factored scale; rounding in float32 causes at most 2 ** -22
 ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
 
 
@@ -146,6 +148,33 @@ def fits_triton(weight: GroupedWeight | GroupForm) -> bool:
     """Return whether the Triton kernels can read this weight, or weights of this form, in 4 bits."""
     fits = weight.group in TRITON_GROUPS or weight.group % TRITON_GROUPS[-1] == 0
     return weight.bits == 4 and weight.table in (WHOLE, E2M1) and fits
+
+
+def factor_scales(scales: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return float8 numbers (e4m3) [..., G] and float32 factors of rows [...], whose products are the scales [..., G].
+
+    NVFP4 has such scales. The products are exact except for rounding in float32. Returns None for other scales. A
+    row's factor is the quotient of its largest scale and one of the 8 mantissas of e4m3, with the largest exponent.
+    """
+    groups = scales.shape[-1]
+    rows = scales.detach().float().reshape(-1, groups)
+    numbers = torch.zeros(rows.shape, dtype=torch.uint8, device=rows.device)
+    factors = torch.ones(len(rows), device=rows.device)
+    for first in range(0, len(rows), FACTORED_ROWS):
+        part = rows[first : first + FACTORED_ROWS]
+        largest = part.abs().amax(1, keepdim=True)
+        known = largest.squeeze(1) == 0
+        for mantissa in range(8, 16):
+            factor = torch.where(largest > 0, largest / (mantissa * (32 if mantissa < 15 else 16)), 1.0)
+            nearest = (part / factor).to(torch.float8_e4m3fn)
+            errors = (nearest.float() * factor - part).abs()
+            fits = (errors <= part.abs() * FACTORED_ERROR).all(1) & ~known
+            numbers[first : first + FACTORED_ROWS][fits] = nearest.view(torch.uint8)[fits]
+            factors[first : first + FACTORED_ROWS][fits] = factor.squeeze(1)[fits]
+            known |= fits
+        if not bool(known.all()):
+            return None
+    return numbers.view(torch.float8_e4m3fn).view(scales.shape), factors.view(scales.shape[:-1])
 
 
 def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:

@@ -1,12 +1,13 @@
 """One step of the main loop of products with 4-bit weights in Triton, for linear layers and for experts."""
 
 # Pyright cannot check Triton's types.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+SHORT_STEP = tl.constexpr(64)  # inputs per step of products with many rows or float32 rows
 LARGEST_GROUP = tl.constexpr(128)  # maximum number of inputs per group, except for multiples of 128
 
 
@@ -15,23 +16,28 @@ def add_step(
     total,  # float32 [ROWS, LINES]
     a,  # [ROWS, STEP]
     codes,  # uint8 [LINES, STEP / 2], two per byte, the first in the lower half
-    scales,  # pointers [LINES] to each line's scales: float32, or uint8 exponents with a bias of 127
+    scales,  # pointers [LINES] to each line's scales (see `Parts` in with_triton.py)
     shifts,  # pointers [LINES] to each line's shifts, or None
     is_line,  # [LINES]
     first,  # index of the step's first input
     IN: tl.constexpr,
     GROUP: tl.constexpr,
     FLOATING: tl.constexpr,
+    FLOAT8_SCALES: tl.constexpr,  # whether scales are float8 numbers (e4m3)
     PRECISION: tl.constexpr,
 ):
     """Return total + a @ weight.T for the inputs of one step, which are whole groups or a part of one group."""
     lines: tl.constexpr = codes.shape[0]
     step: tl.constexpr = 2 * codes.shape[1]
     group: tl.constexpr = min(GROUP, step, LARGEST_GROUP)
-    both = codes.to(tl.int32)
+    both = codes.to(tl.uint32)
     numbers = tl.interleave(both & 15, both >> 4)  # [LINES, STEP]
-    if FLOATING:
-        # These are the bits of value * 2 ** -14 in float16. The conversion to float32 is exact, also for subnormals.
+    if FLOATING and step > SHORT_STEP:
+        # The product shifts a code by 28 and by 22 bits. The mask keeps its sign and the other 3 bits. These are the
+        # bits of value * 2 ** -126 in float32, exact also for subnormals.
+        numbers = ((numbers * 0x10400000) & 0x81C00000).to(tl.float32, bitcast=True)
+    elif FLOATING:
+        # These are the bits of value * 2 ** -14 in float16. The numbers are not subnormal in float32.
         numbers = ((numbers & 7) << 9 | (numbers & 8) << 12).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         # These are the bits of 2 ** 23 + number in float32, which is exact, and faster than a conversion.
@@ -39,12 +45,20 @@ def add_step(
     inputs = first + tl.arange(0, step // group) * group
     places, is_group = (inputs // GROUP)[None, :], is_line[:, None] & (inputs < IN)[None, :]
     scale = tl.load(scales[:, None] + places, mask=is_group, other=0)  # [LINES, groups]
-    if scale.dtype == tl.uint8:
+    if FLOAT8_SCALES:
+        # These are the bits of the float8 number * 2 ** -8 in float16.
+        scale = ((scale.to(tl.int16) & 0x80) << 8) | ((scale.to(tl.int16) & 0x7F) << 7)
+        scale = scale.to(tl.float16, bitcast=True).to(tl.float32)
+    elif scale.dtype == tl.uint8:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    if FLOATING:
-        scale *= 16384.0
+    if FLOATING:  # packed exponents include a factor of 2 ** 126
+        is_packed: tl.constexpr = not FLOAT8_SCALES and scales.dtype.element_ty == tl.uint8
+        if step > SHORT_STEP and not is_packed:
+            scale *= 8.507059173023462e37  # 2 ** 126
+        if step <= SHORT_STEP:
+            scale *= 1.925929944387236e-34 if is_packed else 16384.0  # 2 ** -112, 2 ** 14
     if a.dtype == tl.float32:
-        tl.static_assert(group == step)
+        tl.static_assert(group == step and step <= SHORT_STEP)  # products of subnormals would be inexact
         total += tl.dot(a, tl.trans(numbers), input_precision=PRECISION) * tl.sum(scale, axis=1)[None, :]
         if shifts is not None:
             shift = tl.load(shifts[:, None] + places, mask=is_group, other=0.0)

@@ -27,7 +27,7 @@ def row_group(weight: Tensor) -> int | None:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    codes, scales, _ = weight.parts  # type: ignore[attr-defined]
+    codes, scales, *_ = weight.parts  # type: ignore[attr-defined]
     rows = x.as_subclass(Tensor).reshape(-1, codes.shape[1]).contiguous()
     run = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
     out = run(rows, codes, weight_scale=scales, out_dtype=x.dtype)

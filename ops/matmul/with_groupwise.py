@@ -29,7 +29,7 @@ def row_group(weight: Tensor) -> int | None:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    codes, scales, _ = weight.parts  # type: ignore[attr-defined]
+    codes, scales, *_ = weight.parts  # type: ignore[attr-defined]
     rows = x if x.dim() == 2 else x.reshape(-1, codes.shape[1])  # a reshape would drop the rounding of `RoundedRows`
     num_rows = len(rows)
     numbers, row_scales = round_rows(rows if rows.stride(1) == 1 else rows.contiguous(), BLOCK)

@@ -1,10 +1,13 @@
 """Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
 4-bit weights are integers or e2m1 numbers, with one scale per group of inputs (`ops/matmul/grouped.py`). A byte has two
-of them, the first in its lower half. If x is in float32, the sum of a group's products is multiplied by the scale. If x
-has 16 bits, each weight is multiplied by its scale in float32 and then rounded, so that an iteration of the main loop
-can read several groups (`triton_four_bits.py`). 8-bit weights are integers with one scale per output. x is never
-rounded. `triton_float8.py` computes products with float8 weights, and torch computes products with other weights.
+of them, the first in its lower half. Scales of e2m1 numbers are multiplied by a factor of their row: the scales of
+NVFP4 are then float8 numbers (e4m3), and those of MXFP4 are exponents, of one byte each. The factor multiplies the
+product. If x is in float32, the sum of a group's products
+is multiplied by the scale. If x has 16 bits, each weight is multiplied by its scale in float32 and then rounded, so
+that an iteration of the main loop can read several groups (`triton_four_bits.py`). 8-bit weights are integers with one
+scale per output. x is never rounded. `triton_float8.py` computes products with float8 weights, and torch computes
+products with other weights.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -20,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.matmul import triton_float8
-from ops.matmul.grouped import E2M1, WHOLE, GroupedWeight, fits_triton
+from ops.matmul.grouped import E2M1, WHOLE, GroupedWeight, factor_scales, fits_triton
 from ops.matmul.triton_four_bits import add_step
 
 FOUR_BITS = {WHOLE: torch.uint8, E2M1: torch.float4_e2m1fn_x2}  # values of the codes -> dtype of two codes in a byte
@@ -36,8 +39,12 @@ class Parts(NamedTuple):
     # 4-bit codes: [O, I / 2], uint8 (integers) or float4 (e2m1). 8-bit codes: [O, I], int8 or float8 (e4m3).
     # Experts have an additional first dimension.
     codes: Tensor
-    scales: Tensor  # [O, G] or [O, 1], float32; powers of two may be uint8: their exponents plus 127
+    # [O, G] or [O, 1]. float32, or float8 (e4m3): the scales times 2 ** 8, or uint8: exponents of powers of two plus
+    # 127 or, for e2m1 codes, plus 253.
+    scales: Tensor
     shifts: Tensor | None = None  # float32 [O, G]
+    # float32 [O], by which all scales of a row are multiplied; for e2m1 codes. The scales of a row are then at most 2.
+    factors: Tensor | None = None
 
 
 class Packed(Tensor):
@@ -66,6 +73,11 @@ def pack(parts: Parts) -> Any:
         views.append(memory[first : first + part.nbytes].view(part.dtype).view(part.shape).copy_(part))
         first += size
     return _view(Parts(*views))
+
+
+def as_bytes(scales: Tensor) -> Tensor:
+    """Return float8 scales as uint8, because older GPUs lack that type; other scales unchanged."""
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
 
 
 def _view(parts: Parts) -> Any:
@@ -99,20 +111,40 @@ def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     if not fits_triton(weight):
         return weight.dequantised().to(dtype)
     codes = weight.codes[..., ::2] | (weight.codes[..., 1::2] << 4)
-    scales = weight.scales.float().contiguous()
-    if weight.powers:
+    scales, factors = weight.scales.float().contiguous(), None
+    if weight.table == E2M1:
+        scales, factors = _scales_of_floats(scales, powers=weight.powers)
+    elif weight.powers:
         scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
-    return pack(Parts(codes.view(FOUR_BITS[weight.table]), scales, shifts))
+    return pack(Parts(codes.view(FOUR_BITS[weight.table]), scales, shifts, factors))
+
+
+def _scales_of_floats(scales: Tensor, *, powers: bool) -> tuple[Tensor, Tensor]:
+    """Return the scales [..., G] of e2m1 codes as `Parts.scales`, and the rows' factors [...]."""
+    if not powers and (factored := factor_scales(scales)) is not None:
+        numbers, factors = factored
+        return numbers, factors * 256.0
+    largest = scales.abs().amax(-1, keepdim=True)
+    factors = torch.where(largest > 0, largest, 1.0).log2().ceil().exp2()
+    scales = scales / factors
+    if powers:
+        scales = ((scales.view(torch.int32) >> 23) + 126).to(torch.uint8)
+    return scales, factors.squeeze(-1)
 
 
 def unpacked(parts: Parts) -> Tensor:
     """Return a dequantised copy of a 4-bit weight in float32."""
-    codes, scales, shifts = parts
+    codes, scales, shifts, factors = parts
     table = next(table for table, stored in FOUR_BITS.items() if stored == codes.dtype)
     both = codes.view(torch.uint8)
     if scales.dtype == torch.uint8:
-        scales = (scales.to(torch.int32) << 23).view(torch.float32)
+        bias = 126 if factors is not None else 0
+        scales = (scales.to(torch.int32) - bias << 23).view(torch.float32)
+    elif scales.dtype == torch.float8_e4m3fn:
+        scales = scales.float() / 256.0
+    if factors is not None:
+        scales = scales * factors.unsqueeze(-1)
     numbers = torch.stack((both & 15, both >> 4), dim=-1).flatten(-2)
     return GroupedWeight(numbers, scales, shifts, table).dequantised()
 
@@ -143,7 +175,7 @@ def row_group(weight: Tensor) -> int | None:
 
 
 def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    (codes, scales, shifts), (out_size, in_size) = weight.parts, weight.shape
+    (codes, scales, shifts, factors), (out_size, in_size) = weight.parts, weight.shape
     rows = x if x.dim() == 2 else x.reshape(-1, in_size)  # a reshape would drop the rounding of `RoundedRows`
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     if codes.dtype == torch.float8_e4m3fn:
@@ -161,8 +193,9 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
     _product_kernel[triton.cdiv(len(rows), tile["ROWS_BLOCK"]), columns, splits](
         rows,
         codes.view(torch.uint8) if of_4_bits else codes,
-        scales,
+        as_bytes(scales),
         shifts,
+        factors,
         bias if splits == 1 else None,
         parts,
         len(rows),
@@ -173,6 +206,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         SPLITS=splits,
         OF_4_BITS=of_4_bits,
         FLOATING=codes.dtype == FLOATS_OF_4_BITS,
+        FLOAT8_SCALES=scales.dtype == torch.float8_e4m3fn,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **tile,
     )
@@ -202,8 +236,9 @@ def _tile(num_rows: int, group: int, dtype: torch.dtype, *, of_4_bits: bool) -> 
 def _product_kernel(
     x,  # [num_rows, IN]
     codes,  # [OUT, IN / 2] or [OUT, IN]
-    scales,  # [OUT, IN / GROUP]
+    scales,  # [OUT, IN / GROUP], see `Parts`; float8 as uint8
     shifts,  # [OUT, IN / GROUP], or None
+    factors,  # [OUT], or None
     bias,  # [OUT], or None
     out,  # [SPLITS, num_rows, OUT]
     num_rows,
@@ -214,6 +249,7 @@ def _product_kernel(
     SPLITS: tl.constexpr,
     OF_4_BITS: tl.constexpr,
     FLOATING: tl.constexpr,
+    FLOAT8_SCALES: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
     IN_BLOCK: tl.constexpr,
@@ -237,7 +273,22 @@ def _product_kernel(
             a = tl.load(x_rows + base, mask=is_row[:, None] & (base + inner < IN)[None, :], other=0.0)
             is_byte = is_column[:, None] & (base // 2 + pairs < IN // 2)[None, :]  # this form permits wide loads
             both = tl.load(bytes_of + base // 2, mask=is_byte, other=0)
-            total = add_step(total, a, both, scale_lines, shift_lines, is_column, base, IN, GROUP, FLOATING, PRECISION)
+            total = add_step(
+                total,
+                a,
+                both,
+                scale_lines,
+                shift_lines,
+                is_column,
+                base,
+                IN,
+                GROUP,
+                FLOATING,
+                FLOAT8_SCALES,
+                PRECISION,
+            )
+        if factors is not None:
+            total *= tl.load(factors + columns, mask=is_column, other=0.0)[None, :]
     else:
         bytes_of = codes + columns.to(tl.int64)[:, None] * IN + inner[None, :]
         for base in range(first, end, IN_BLOCK):

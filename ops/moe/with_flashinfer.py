@@ -173,6 +173,6 @@ def _operands(mixture: Mixture) -> tuple[Tensor, Tensor, dict[str, Any]]:
         (codes, scales, _), (down_codes, down_scales) = gate_up.parts, down.parts  # type: ignore[attr-defined]
         return codes, down_codes, {"quant_scales": [scales, down_scales], "use_w4_group_scaling": True}
     if has_blocks(gate_up):
-        (codes, scales, _), (down_codes, down_scales, _) = gate_up.parts, down.parts  # type: ignore[attr-defined]
+        (codes, scales, *_), (down_codes, down_scales, *_) = gate_up.parts, down.parts  # type: ignore[attr-defined]
         return codes, down_codes, {"quant_scales": [scales, down_scales], "use_deepseek_fp8_block_scale": True}
     return gate_up.as_subclass(Tensor), down, {"quant_scales": None}

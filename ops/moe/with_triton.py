@@ -23,6 +23,7 @@ from ops.matmul.with_triton import (
     FLOATS_OF_4_BITS,
     Packed,
     Parts,
+    as_bytes,
     is_of_4_bits,
     prepare_grouped,
     row_group,
@@ -133,11 +134,11 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Sorted, top_
     """
     num_pairs, (num_experts, out_size, in_size) = len(pairs.order), weight.shape
     out = torch.empty((num_pairs, out_size), dtype=x.dtype, device=x.device)
-    scales = shifts = row_scales = None
+    scales = shifts = factors = row_scales = None
     step = group = in_size
     of_4_bits = floating = False
     if isinstance(weight, Packed):
-        codes, scales, shifts = weight.parts
+        codes, scales, shifts, factors = weight.parts
         of_4_bits, floating = is_of_4_bits(codes), codes.dtype == FLOATS_OF_4_BITS
         weight, group = codes.view(torch.uint8), in_size // scales.shape[-1]
         step = group if of_4_bits else inputs_per_step(in_size, in_size // group)
@@ -152,12 +153,14 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Sorted, top_
         out,
         bias,
         *pairs,
-        scales,
+        None if scales is None else as_bytes(scales),
         shifts,
+        factors,
         row_scales,
         GROUP=group,
         OF_4_BITS=of_4_bits,
         FLOATING=floating,
+        FLOAT8_SCALES=scales is not None and scales.dtype == torch.float8_e4m3fn,
         EXPERTS=num_experts,
         EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
         TOP_K=top_k,
@@ -249,12 +252,14 @@ def _grouped_kernel(
     bias,  # [EXPERTS, OUT], or None
     order,  # [T * TOP_K]
     starts,  # [EXPERTS + 1]
-    scales,  # [EXPERTS, OUT, IN / GROUP], or None
+    scales,  # [EXPERTS, OUT, IN / GROUP], see `Parts`; float8 as uint8; or None
     shifts,  # [EXPERTS, OUT, IN / GROUP], or None
+    factors,  # [EXPERTS, OUT], or None
     row_scales,  # [T, IN / GROUP] or [T * TOP_K, IN / GROUP], or None if x is not rounded to float8
     GROUP: tl.constexpr,
     OF_4_BITS: tl.constexpr,
     FLOATING: tl.constexpr,
+    FLOAT8_SCALES: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -298,7 +303,22 @@ def _grouped_kernel(
             a = tl.load(rows + base, mask=is_pair[:, None] & (base + inner < IN)[None, :], other=0.0)
             is_byte = is_column[:, None] & (base // 2 + pairs_of_codes < IN // 2)[None, :]
             b = tl.load(bytes_of + base // 2, mask=is_byte, other=0)
-            total = add_step(total, a, b, scale_lines, shift_lines, is_column, base, IN, GROUP, FLOATING, PRECISION)
+            total = add_step(
+                total,
+                a,
+                b,
+                scale_lines,
+                shift_lines,
+                is_column,
+                base,
+                IN,
+                GROUP,
+                FLOATING,
+                FLOAT8_SCALES,
+                PRECISION,
+            )
+        if factors is not None:
+            total *= tl.load(factors + lines, mask=is_column, other=0.0)[None, :]
     else:
         weight_rows = weight + lines[:, None] * IN + inner[None, :]  # [OUT, IN]
         for base in range(0, IN, IN_BLOCK):

@@ -170,7 +170,7 @@ def _mxfp4(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activa
 
 
 def _float8(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, rounds: bool) -> Tensor:
-    (codes, scales, _), (down, down_scales, _) = mixture.gate_up.parts, mixture.down.parts  # type: ignore[attr-defined]
+    (codes, scales, *_), (down, down_scales, *_) = mixture.gate_up.parts, mixture.down.parts  # type: ignore[attr-defined]
     numbers, row_scales = round_rows(x if x.is_contiguous() else x.contiguous(), BLOCK)
     bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32)
     num_experts, _, inner_size = down.shape

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from code_checks import DECODE, FOUR_BITS, Wanted, faults, too_few_programs
 from compiled_kernels import SHARED_BYTES, buffers, compiling_for, inspect, machine_code
 from kernel_cases.sampling import rows
 from ops.attention import AttentionMetadata, AttentionOptions
@@ -202,10 +203,12 @@ def _sort(count: int) -> None:
     sort_pairs(torch.zeros(count, 1, dtype=torch.int32), 128)
 
 
-def _product(rows: int, *, bits: int = 4, dtype: torch.dtype = BF16) -> None:
+def _product(rows: int, *, bits: int = 4, dtype: torch.dtype = BF16, nvfp4: bool = False) -> None:
     backend, x = _backend("matmul"), torch.empty(rows, WIDTH, dtype=dtype)
     codes, scales = torch.zeros(1024, WIDTH, dtype=torch.uint8), torch.zeros(1024, WIDTH // 32)
     weight = GroupedWeight(codes, scales, scales)
+    if nvfp4:
+        weight = GroupedWeight(codes, torch.ones(1024, WIDTH // 16), table=E2M1)
     packed = backend.prepare_grouped(weight, dtype) if bits == 4 else backend.prepare(codes.to(dtype), bits=8)
     backend.linear(x, packed, x.new_empty(1024))
 
@@ -337,6 +340,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "rotate by angles of tokens": lambda: _rotate(by_token=True),
     "logits": _logits,
     "product of 4 bits": lambda: _product(4),
+    "product in nvfp4": lambda: _product(4, nvfp4=True),
     "product of 8 bits": lambda: _product(4, bits=8),
     "product of few rows in float8 e4m3": lambda: _float8(4, WIDTH),
     "product of many rows and blocks in float8 e4m3": lambda: _float8(512, 128),
@@ -388,6 +392,7 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "embed a later part in fp32": lambda: _embed(4096, torch.float32),
     "logits with a scale and a soft cap": lambda: _logits(torch.float32, scale=0.5, soft_cap=30.0),
     "product of many rows and 4 bits": lambda: _product(512),
+    "product of many rows in nvfp4 and fp16": lambda: _product(512, dtype=torch.float16, nvfp4=True),
     "product of many rows and 8 bits in fp16": lambda: _product(512, bits=8, dtype=torch.float16),
     "product of 4 bits in fp32": lambda: _product(4, dtype=torch.float32),
     "product of few rows and blocks in float8 e4m3": lambda: _float8(20, 128),
@@ -553,11 +558,13 @@ def test_rounding_after_norms_and_gates_takes_few_registers(tmp_path: Path) -> N
 def test_decode_loads_the_next_keys_during_products(tmp_path: Path) -> None:
     with compiling_for(90) as kernels:
         CALLS["decode"]()
-    decode = inspect(kernels[0], tmp_path)
-    assert buffers(kernels[0], "64x128xbf16") >= 2
-    assert 3 * decode.shared_bytes <= SHARED_BYTES[90]  # three blocks fit into a multiprocessor
-    assert 3 * 128 * decode.registers <= 2**16
-    assert any("LDGSTS" in line and "128" in line for line in machine_code(kernels[0], tmp_path))
+    assert not faults(kernels[0], DECODE, tmp_path)
+
+
+def test_one_row_with_a_long_context_has_programs_for_all_multiprocessors() -> None:
+    with compiling_for(90) as kernels:
+        _attend([1], width=32_768 // PAGE)
+    assert not too_few_programs(kernels.grids[0])
 
 
 def test_decode_of_latent_vectors_loads_the_next_ones_during_products(tmp_path: Path) -> None:
@@ -571,18 +578,14 @@ def test_decode_of_latent_vectors_loads_the_next_ones_during_products(tmp_path: 
 def test_prefill_multiplies_on_hopper_units_from_several_buffers(tmp_path: Path) -> None:
     with compiling_for(90) as kernels:
         CALLS["prefill"]()
-    assert buffers(kernels[0], "64x128xbf16") >= 2
-    assert any(line.lstrip().startswith("HGMMA") for line in machine_code(kernels[0], tmp_path))
+    assert not faults(kernels[0], Wanted({"64x128xbf16": 2}, units="HGMMA"), tmp_path)
 
 
 def test_few_rows_in_float8_are_multiplied_while_the_next_codes_arrive(tmp_path: Path) -> None:
     with compiling_for(90) as kernels:
         _float8(4, WIDTH)
     product = next(each for each in kernels if each.metadata.name == "_product_kernel")
-    found = inspect(product, tmp_path)
-    assert buffers(product, "32x256xi8") >= 2
-    assert 4 * found.shared_bytes <= SHARED_BYTES[90]  # four blocks fit into a multiprocessor
-    assert any("LDGSTS" in line and "128" in line for line in machine_code(product, tmp_path))
+    assert not faults(product, Wanted({"32x256xi8": 2}, blocks=4, wide_copies=True), tmp_path)
 
 
 def test_many_rows_in_float8_are_multiplied_by_hopper_units_of_8_bits(tmp_path: Path) -> None:
@@ -604,37 +607,25 @@ def test_older_gpus_convert_float8_without_having_that_type(capability: int, tmp
         assert inspect(kernel, tmp_path).spilled_bytes == 0
 
 
-def test_few_rows_and_4_bits_take_few_instructions_while_the_next_codes_arrive(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nvfp4", [False, True])
+def test_few_rows_and_4_bits_take_few_instructions_while_the_next_codes_arrive(nvfp4: bool, tmp_path: Path) -> None:
     with compiling_for(90) as kernels:
-        _product(4)
-    product = next(each for each in kernels if each.metadata.name == "_product_kernel")
-    code, found = machine_code(product, tmp_path), inspect(product, tmp_path)
-    assert buffers(product, "32x128xi8") >= 2
-    assert 3 * found.shared_bytes <= SHARED_BYTES[90]
-    assert 3 * 128 * found.registers <= 2**16
-    assert any("LDGSTS" in line and "128" in line for line in code)
-    assert not any("I2F" in line for line in code)  # a conversion has a sixteenth of the speed of other instructions
-    assert len(code) <= 64 * 16  # a thread converts 64 weights per iteration
+        _product(4, nvfp4=nvfp4)
+    place = next(place for place, each in enumerate(kernels) if each.metadata.name == "_product_kernel")
+    assert not faults(kernels[place], FOUR_BITS._replace(per_element=11.0 if nvfp4 else 9.0), tmp_path)
+    assert not too_few_programs(kernels.grids[place])
 
 
 def test_experts_of_4_bits_read_128_bits_at_a_time_and_multiply_while_the_next_codes_arrive(tmp_path: Path) -> None:
     with compiling_for(90) as kernels:
         _mix_four_bits(4, MXFP4, size=960)
         _mix_four_bits(4096, MXFP4, size=960)
+    wanted = Wanted({"128x32xi8": 2}, wide_copies=True, units="HGMMA", no_conversions=True)
     few, few_down, many, many_down = (each for each in kernels if each.metadata.name == "_grouped_kernel")
-    for product in (few, few_down, many, many_down):
-        code, found = machine_code(product, tmp_path), inspect(product, tmp_path)
-        assert found.spilled_bytes == 0
-        assert any("LDGSTS" in line and "128" in line for line in code)
-        assert not any("I2F" in line for line in code)
-        threads = 32 * product.metadata.num_warps
-        blocks = 3 if product in (few, few_down) else 2  # per multiprocessor
-        assert blocks * threads * found.registers <= 2**16
-        assert blocks * found.shared_bytes <= SHARED_BYTES[90]
-    assert min(buffers(product, "32x128xi8") for product in (few, few_down)) >= 2
+    for product in (few, few_down):
+        assert not faults(product, FOUR_BITS._replace(per_element=9.5), tmp_path)
     for product in (many, many_down):
-        assert buffers(product, "128x32xi8") >= 2
-        assert any(line.lstrip().startswith("HGMMA") for line in machine_code(product, tmp_path))
+        assert not faults(product, wanted, tmp_path)
 
 
 def test_float8_fits_into_the_small_shared_memory_of_ada(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.matmul.grouped import GroupedWeight, GroupForm, common_form, fits_triton
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, common_form, fits_triton
 from ops.moe import Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import LinearLayout, QuantizationMethod, Unquantized
@@ -54,7 +54,8 @@ class KeptGroups(Unquantized):
         groups = (layout.out_size, _groups(layout.columns, form).size)
         layer.codes = parameter(layout.out_size, layout.in_size, dtype=torch.uint8, bits=form.bits)
         bits = 16 if self._in_cpp else 32  # of a packed scale or shift
-        layer.scales = parameter(*groups, dtype=torch.float32, bits=8 if form.powers and not self._in_cpp else bits)
+        small = form.powers or (form.table == E2M1 and not form.shifted)  # scales that Triton's kernels keep in 8 bits
+        layer.scales = parameter(*groups, dtype=torch.float32, bits=8 if small and not self._in_cpp else bits)
         if form.shifted:
             layer.shifts = parameter(*groups, dtype=torch.float32, bits=bits)
         return None

@@ -20,6 +20,7 @@ class Case(NamedTuple):
     bias: bool = False
     table: tuple[float, ...] = WHOLE
     powers: bool = False
+    float8_scales: bool = False  # whether scales are float8 numbers times a factor of some rows, as in NVFP4
     dtype: torch.dtype = torch.float32
 
 
@@ -31,6 +32,8 @@ CASES = {
     "groups of more than a step that it does not divide": Case(3, 40, 768, 384),
     "floats with exponents": Case(3, table=E2M1, powers=True),
     "floats in groups of 16": Case(group=16, table=E2M1, bias=True),
+    "floats with float8 scales": Case(3, group=16, table=E2M1, bias=True, float8_scales=True),
+    "more rows and float8 scales": Case(70, 150, 128, 16, table=E2M1, float8_scales=True),
     "more rows and outputs than a tile": Case(70, 150, 128, 64, bias=True),
 }
 
@@ -44,6 +47,8 @@ def inputs(case: Case) -> tuple[Tensor, GroupedWeight, Tensor | None]:
 
     groups = (case.out_size, case.in_size // case.group)
     scales = (0.02 * (0.5 + draw(*groups).abs())).bfloat16().float()
+    if case.float8_scales:
+        scales = float8_scales(scales)
     weight = GroupedWeight(
         torch.randint(0, 16, (case.out_size, case.in_size), generator=generator, dtype=torch.uint8),
         scales.log2().floor().exp2() if case.powers else scales,
@@ -53,6 +58,13 @@ def inputs(case: Case) -> tuple[Tensor, GroupedWeight, Tensor | None]:
     )
     x = (draw(case.num_rows, case.in_size) * case.in_size**-0.5).to(case.dtype)
     return x, weight, draw(case.out_size).to(case.dtype) if case.bias else None
+
+
+def float8_scales(scales: Tensor) -> Tensor:
+    """Return scales [..., O, G] rounded to float8 numbers times a factor. Each third of the rows has its own."""
+    factors = torch.tensor([0.0003, 0.00007, 0.00021]).repeat_interleave(-(-scales.shape[-2] // 3))
+    factors = factors[: scales.shape[-2], None]
+    return (scales / factors).to(torch.float8_e4m3fn).float() * factors
 
 
 def of_module(module: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernel_cases.matmul import float8_scales
 from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
 from ops.moe import GroupedMixture, Mixture, native
 
@@ -97,6 +98,8 @@ def outputs_of_4_bits(backend: ModuleType, form: GroupForm, num_tokens: int, dty
         grid = (num_experts, out_size, in_size // form.group)
         exponents = torch.randint(-9, -6, grid, generator=generator).float()
         scales = exponents.exp2() if form.powers else 0.01 * (0.5 + draw(*grid).abs())
+        if form == FOUR_BITS["nvfp4"]:
+            scales = float8_scales(scales)
         shifts = 0.02 * draw(*grid) if form.shifted else None
         return GroupedWeight(codes, scales, shifts, form.table, powers=form.powers)
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from cpp_kernels import DTYPES, LESSER, THREADS, backend
-from ops.matmul.grouped import GroupedWeight, GroupForm, common_form, round_to_float8, round_to_groups
+from ops.matmul.grouped import (
+    GroupedWeight,
+    GroupForm,
+    common_form,
+    factor_scales,
+    round_to_float8,
+    round_to_groups,
+)
 from ops.matmul.with_cpp import PackedWeight, PackedWeight4
 from ops.select import select
 
@@ -184,6 +191,23 @@ def test_four_bits_take_a_quarter_of_the_memory() -> None:
     packed = kernels.prepare_grouped(round_to_groups(torch.randn(256, 512), 32), torch.bfloat16)
     assert packed.shape == (256, 512)
     assert packed.nbytes < 256 * 512 * 2 * 0.29
+
+
+def test_scales_of_nvfp4_are_factored_without_loss() -> None:
+    generator = torch.Generator().manual_seed(2)
+    numbers = torch.randint(1, 127, (2, 90, 24), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers[0, 0] = torch.zeros(24).to(numbers.dtype)
+    numbers[0, 1, 1:] = torch.zeros(23).to(numbers.dtype)
+    factors = torch.rand(2, 3, generator=generator).repeat_interleave(30, dim=1) * 1e-3
+    scales = numbers.float() * factors.unsqueeze(-1)
+    factored = factor_scales(scales)
+    assert factored is not None
+    found, of_rows = factored
+    assert (found.shape, found.dtype, of_rows.shape) == (scales.shape, torch.float8_e4m3fn, (2, 90))
+    torch.testing.assert_close(found.float() * of_rows.unsqueeze(-1), scales, rtol=2**-21, atol=0)
+    assert factor_scales(torch.rand(3, 40, generator=generator)) is None
+    mixed = torch.cat((scales[1], torch.rand(1, 24, generator=generator)))
+    assert factor_scales(mixed) is None
 
 
 def test_what_no_kernel_takes_is_dequantised() -> None:

@@ -45,18 +45,53 @@ def test_a_weight_stays_in_4_bits_through_a_parameter() -> None:
     assert torch.equal(with_triton.linear(x, held), wanted)
 
 
-@pytest.mark.parametrize("form", ["awq", "mxfp4"])
+def test_scales_of_nvfp4_take_a_byte_each_and_are_the_checkpoints() -> None:
+    from ops.matmul import with_triton
+
+    _, weight, _ = inputs(CASES["floats with float8 scales"])
+    packed: Any = with_triton.prepare_grouped(weight, torch.float16)
+    codes, scales, _, factors = packed.parts
+    assert (codes.nbytes, scales.nbytes, factors.nbytes) == (70 * 48, 70 * 6, 70 * 4)
+    torch.testing.assert_close(with_triton.unpacked(packed.parts), weight.dequantised(), rtol=2**-21, atol=0)
+    for scales in (torch.rand(70, 6), torch.rand(70, 6) * 3e5):
+        other: Any = with_triton.prepare_grouped(weight._replace(scales=scales), torch.float16)
+        assert other.parts.scales.dtype == torch.float32
+        assert torch.equal(with_triton.unpacked(other.parts), weight._replace(scales=scales).dequantised())
+
+
+def test_powers_of_two_of_any_size_are_scales_of_floats() -> None:
+    from ops.matmul import with_triton
+
+    x, weight, _ = inputs(CASES["floats with exponents"])
+    exponents = torch.randint(-40, -20, weight.scales.shape)
+    for shift in (0, 60):  # the scales themselves, times 2 ** 126, would be infinite
+        scales = torch.exp2((exponents + shift).float())
+        packed: Any = with_triton.prepare_grouped(weight._replace(scales=scales), torch.float32)
+        assert packed.parts.scales.dtype == torch.uint8
+        wanted = weight._replace(scales=scales).dequantised()
+        assert torch.equal(with_triton.unpacked(packed.parts), wanted)
+        found = with_triton.linear(x, packed)
+        torch.testing.assert_close(found, x @ wanted.T, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("form", ["awq", "mxfp4", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_a_checkpoint_stays_in_4_bits_with_its_experts(form: str, tmp_path: Path) -> None:
     kernels = select({"matmul": "with_triton", "moe": "with_triton"})
     if form == "awq":
         quantized, plain = quantized_checkpoints.write(tmp_path, "awq", "qwen3_moe")
+    elif form == "nvfp4":
+        quantized, _ = quantized_checkpoints.write(tmp_path, "compressed-tensors", "qwen3_moe", preset="NVFP4A16")
+        plain = quantized
     else:
         source = tiny_checkpoints.cached("gpt_oss", **quantized_checkpoints.SHAPE | {"intermediate_size": 64})
         quantized_checkpoints.write_mxfp4(Path(source), tmp_path)
         quantized = plain = str(tmp_path)  # native kernels dequantise it, and another test proves that they read it
     kept: Any = paged_forward.load(quantized, kernels=kernels)
-    assert type(kept.layers[0].attention.qkv.weight).__name__ == ("Packed" if form == "awq" else "Parameter")
+    assert type(kept.layers[0].attention.qkv.weight).__name__ == ("Parameter" if form == "mxfp4" else "Packed")
     assert type(kept.layers[0].mlp.gate_up).__name__ == "Packed"
+    if form == "nvfp4":
+        for weight in (kept.layers[0].attention.qkv.weight, kept.layers[0].mlp.gate_up):
+            assert weight.parts.scales.dtype == torch.float8_e4m3fn
     ids = [[5, 9, 80, 17]]
     mine, theirs = (paged_forward.all_logits(model, ids, 16) for model in (kept, paged_forward.load(plain)))
     torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=0.01 * float(theirs[0].std()))
@@ -95,7 +130,10 @@ def test_8_bits_are_rounded_as_elsewhere(shape: tuple[int, int, int]) -> None:
         ("one row", "tl.interleave(both & 15, both >> 4)", "tl.interleave(both >> 4, both & 15)"),
         ("one row", "(inputs // GROUP)[None, :]", "(0 * inputs)[None, :]"),
         ("groups of more than a step that it does not divide", "min(GROUP, step, LARGEST_GROUP)", "min(GROUP, step)"),
-        ("floats with exponents", "(numbers & 8) << 12", "(numbers & 8) << 11"),
+        ("floats with exponents", "numbers * 0x10400000", "numbers * 0x10000000"),
+        ("floats with exponents", "0x10400000) & 0x81C00000", "0x10400000) & 0x01C00000"),
+        ("floats with float8 scales", "(scale.to(tl.int16) & 0x7F) << 7", "(scale.to(tl.int16) & 0x7F) << 6"),
+        ("floats with float8 scales", "total *= tl.load(factors + columns", "total *= tl.load(factors + 0 * columns"),
         ("one row", "first = tl.program_id(2) * per_split", "first = 0 * per_split"),
         ("with zeros and a bias", "total += tl.sum(a, axis=1)[:, None]", "total += 0 * tl.sum(a, axis=1)[:, None]"),
         ("with zeros and a bias", "grouped += tl.load", "grouped += 0 * tl.load"),

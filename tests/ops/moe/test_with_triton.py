@@ -47,7 +47,8 @@ def test_experts_of_4_bits_stay_packed_and_are_readable_one_by_one() -> None:
     mixture = GroupedMixture(weight, weight.rows(slice(None))._replace(codes=codes.flip(0)))
     packed = with_triton.prepare_grouped_experts(mixture, torch.float16)
     assert packed.gate_up.shape == codes.shape
-    assert packed.gate_up.nbytes == 2 * 64 * 32 // 2 + 256  # one exponent for each line, with the parts' alignment
+    # One exponent for each line, with the parts' alignment, and one factor.
+    assert packed.gate_up.nbytes == 2 * 64 * 32 // 2 + 256 + 2 * 64 * 4
     one = with_triton.one_expert(packed, 1, 32, 32)
     assert torch.equal(one.gate_up[0], weight.expert(1).dequantised())
     assert torch.equal(one.down[0], weight.expert(0).dequantised())
@@ -120,6 +121,7 @@ def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Pat
         ("mxfp4", "lines[:, None] * (IN // 2)", "columns[:, None] * (IN // 2)"),
         ("integers with zeros", "shifts + lines", "shifts + columns"),
         ("nvfp4", "tl.load(bias + lines", "tl.load(bias + columns"),
+        ("nvfp4", "factors + lines", "factors + columns"),
         ("nvfp4", "(base // 2 + pairs_of_codes < IN // 2)", "(base // 2 + pairs_of_codes < 128)"),
     ],
 )
