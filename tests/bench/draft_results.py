@@ -26,6 +26,8 @@ prompts, and all at once with a warm and a cold cache. Prompts are computed in c
 tokens is so small that sequences are retracted. The requests are greedy and sampled, and have penalties, grammars,
 stop strings, biases, minimum lengths and (for some families) a LoRA adapter. Output tokens must be equal.
 
+On one rank, steps run in the CPU graph, as usual. With two ranks, they are computed operation by operation.
+
 {conditions}.
 
 | family | ranks | methods | outputs | different | drafts accepted | retractions |
