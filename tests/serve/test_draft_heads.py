@@ -111,8 +111,9 @@ async def test_a_head_rests_while_drafts_do_not_pay_off(tmp_path: Path, monkeypa
     tiny, note = TinyHead(tmp_path, "EAGLE3 llama"), DraftGain.note
     pays, steps = False, list[tuple[bool, bool]]()  # (read by the head, with drafts)
 
-    def noted(gain: DraftGain, num_rows: int, *, drafted: bool, num_tokens: int, seconds: float) -> None:
-        note(gain, num_rows, drafted=drafted, num_tokens=num_tokens, seconds=0.1 if drafted == pays else 10.0)
+    def noted(gain: DraftGain, num_rows: int, *, drafted: bool, **more: Any) -> None:
+        values: dict[str, Any] = {**more, "seconds": 0.1 if drafted == pays else 10.0}
+        note(gain, num_rows, drafted=drafted, **values)
 
     run = StepExecutor.run
     monkeypatch.setattr(DraftGain, "note", noted)
