@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -46,6 +47,17 @@ def connected(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=30)
 
 
+def welcomed(port: int) -> socket.socket:
+    """Return a connection of a decode server, as soon as the server has noticed that earlier ones were closed."""
+    while True:
+        connection = connected(port)
+        with suppress(OSError):
+            connection.sendall(greeting(SPACE))
+            if connection.recv(5) == b"ok 1\n":
+                return connection
+        connection.close()
+
+
 def test_a_stranger_that_says_nothing_is_dropped_in_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "REQUEST_S", 0.05)
     with connected(port) as silent, connected(port) as slow:
@@ -85,11 +97,7 @@ def test_strangers_make_room_and_decode_servers_do_not(port: int, monkeypatch: p
         assert strangers[0].recv(1) == b""
         known.sendall(HEAD.pack(EXISTS, 1) + KEY)
         assert known.recv(1)
-        friends = []
-        for _ in range(2):
-            friends.append(connected(port))
-            friends[-1].sendall(greeting(SPACE))
-            assert friends[-1].recv(5) == b"ok 1\n"
+        friends = [welcomed(port) for _ in range(2)]
         with connected(port) as refused:
             assert refused.recv(1) == b""
         for each in (*strangers, *friends):
