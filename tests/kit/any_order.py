@@ -146,6 +146,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.sessions = Sessions(None)
         self.session_names = [self.sessions.open(2**20) for _ in range(2)]
         self.turns: dict[str, dict[str, list[int]]] = {name: {} for name in self.session_names}
+        # Labels of the requests of each session, in the order in which they began.
+        self.begun: dict[str, list[str]] = {name: [] for name in self.session_names}
         self.unended: list[Sequence] = []  # of sessions
         self.stored: list[list[int]] = []  # prompts in the store
         if self.stores and self.storage is not None:
@@ -273,11 +275,14 @@ class AnyOrder(RuleBasedStateMachine):
             before = turns[rid][: -1 - int(turns[rid][-1])] if drop_output else turns[rid][:-1]
             before = before[:offset] if offset else before
         assert list(ids) == before + self._stretched(prompt)
-        if replace:
-            for later in reversed(list(turns)):
-                if later == rid:
-                    break
+        begun = self.begun[name]
+        if replace:  # forget the ended requests that began after `rid`
+            kept = [] if rid is None else begun[: begun.index(rid) + 1]
+            for later in [label for label in turns if label not in kept]:
                 del turns[later]
+        if request.label in begun:
+            begun.remove(request.label)
+        begun.append(request.label)
         sequence = make_sequence(ids, request=request)
         if self._enqueue(sequence):
             self.unended.append(sequence)
