@@ -47,7 +47,7 @@ def _unread(builder: PlanBuilder, formats: Sequence[str], dtype: str, facts: Mod
     fitting = ("silu", "clamped_swiglu") if stored != "float8 blocks" else ("silu",)
     dtypes = FLASHINFER_DTYPES if stored == "16 bits" else ("bfloat16",)
     if facts.config and stored not in formats:
-        here = f"{facts.quantization}'s" if stored == "other" else stored
+        here = f"another format ({facts.quantization})" if stored == "other" else stored
         return f"computes experts in {' or '.join(formats)} on this GPU, and this model's are in {here}"
     if dtype not in dtypes:
         return f"computes these experts in {' or '.join(dtypes)}, and this model in {dtype}"

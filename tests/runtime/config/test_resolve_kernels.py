@@ -263,7 +263,7 @@ CUTLASS, MXFP4, TRTLLM = ({"moe_runner_backend": f"flashinfer_{name}"} for name 
         ("b200", {}, CUTLASS, ""),
         ("a100", {}, CUTLASS, "it needs an NVIDIA Hopper or Blackwell GPU (compute capability 9.x or 10.x)"),
         ("cpu", {}, CUTLASS, "this model runs on the CPU; use auto"),
-        ("h200", {"quantization": "fp8", "config": {"a": 1}}, CUTLASS, "this model's are in fp8's"),
+        ("h200", {"quantization": "fp8", "config": {"a": 1}}, CUTLASS, "are in another format (fp8)"),
         ("h200", {"config": {"a": 1}}, {**CUTLASS, "quantization": "fp8"}, "are in other formats, by --quantization"),
         ("h200", BLOCKS, CUTLASS, ""),
         ("h200", BLOCKS, {**CUTLASS, "quantization": "w4a16"}, "in other formats, by --quantization"),
