@@ -44,7 +44,7 @@ def calls() -> set[Call]:
     modules = {name: _recording(module, found) for name, module in recorded_flashinfer.modules().items()}
     with ExitStack() as patched:
         patched.enter_context(patch.dict(sys.modules, modules))
-        for backend in (with_flashinfer, with_trtllm, with_trtllm_mla):
+        for backend in (with_flashinfer, with_trtllm):
             patched.enter_context(patch.object(backend, "WORKSPACE_BYTES", 16))
         for make, case in _runs():
             attend, given = make(), step(case)

@@ -30,7 +30,7 @@ CASES = {
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in recorded_flashinfer.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    for backend in (with_flashinfer, with_trtllm, with_trtllm_mla):
+    for backend in (with_flashinfer, with_trtllm):
         monkeypatch.setattr(backend, "WORKSPACE_BYTES", 16)
 
 
