@@ -7,6 +7,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from any_order import AnyOrder, RecordedOrder, StoredOrder
+from runtime.errors import InvalidRequest
+from runtime.request import Request, SessionParams
 
 NUM_STEPS = 100_000
 
@@ -18,6 +20,35 @@ TestStoredOrder = StoredOrder.TestCase
 
 RecordedOrder.TestCase.settings = settings(max_examples=50, stateful_step_count=40)
 TestRecordedOrder = RecordedOrder.TestCase
+
+
+def test_replace_forgets_requests_that_began_later_but_ended_earlier():
+    """The machine found this order: its own list of requests, in order of their ends, kept a forgotten request."""
+    plan = {"max_running": 8, "max_prefill_tokens": 100, "policy": "fcfs", "chunk_tokens": None, "mixed": False}
+    storage = {"num_host_pages": 0, "num_tier_pages": 0, "write_policy": "write_through", "storage": None}
+    sizes = {"page_size": 1, "num_tokens": 64, "window": None, "windowed_share": 0.0, "num_states": 0, "step_pages": 1}
+    steps = {"prefix": True, "depth": 0, "tokens_per_step": 1, "ratio": 0.0, "reserved": 4096, "max_drafts": 0}
+    state = AnyOrder()
+    state.start(pinnable_share=0.0, **plan, **storage, **sizes, **steps)
+    name = state.session_names[0]
+    turn = {"prompt": [1], "offset": 0, "drop_output": False}
+    try:
+        state.add_to_session(which=0, max_new_tokens=6, replace=False, **turn)
+        state.add_to_session(which=0, max_new_tokens=1, replace=False, **turn)
+        state.step(num_steps=2)
+        state.end_turns()
+        assert list(state.turns[name]) == ["1 0"]
+        state.run_a_while(fault=None)
+        state.end_turns()
+        assert list(state.turns[name]) == ["1 0", "0 0"]
+        state.add_to_session(which=4, max_new_tokens=1, replace=True, **turn)  # continues the first request
+        assert list(state.turns[name]) == ["0 0"]
+        forgotten = Request(session=SessionParams(name, "1 0"))
+        with pytest.raises(InvalidRequest, match="has no request '1 0'"):
+            state.sessions.check(forgotten)
+        state.add_to_session(which=2, max_new_tokens=1, replace=False, **turn)
+    finally:
+        state.teardown()
 
 
 @pytest.mark.long
