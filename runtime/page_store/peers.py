@@ -86,7 +86,7 @@ class Watch:
 
     prompt: bytes
     keys: Sequence[bytes]
-    wake: Callable[[], None]  # called on any thread when more pages are there or the prompt has ended
+    wake: Callable[[], None]  # called on any thread when more pages are there, or the prompt has begun or ended
     count: int = 0  # number of leading keys that had a page when the reader last looked
 
 
@@ -132,9 +132,11 @@ class OfferedPages:
     def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes]) -> None:
         """Record which prompts have arrived, and which have ended so that no more of their pages will come.
 
-        A prompt is named by its last key. Also wakes the readers of pages that were stored since the last call.
+        A prompt is named by its last key, which occurs once for each request with this prompt. Also wakes the readers
+        of pages that were stored since the last call.
         """
-        ended = set(ended)
+        begun, ended = [*begun], [*ended]
+        named = {*begun, *ended}
         with self._lock:
             self._pending.update(begun)
             for key in ended:
@@ -148,7 +150,7 @@ class OfferedPages:
             changed = [
                 watch
                 for watch in self._watches
-                if watch.prompt in ended or (watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages)
+                if watch.prompt in named or (watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages)
             ]
         for watch in changed:
             watch.wake()
@@ -168,8 +170,10 @@ class OfferedPages:
     def progress(self, watch: Watch) -> tuple[int, PromptState]:
         """Return how many of the leading keys of a watch have a page, and the state of its prompt."""
         state = self.prompt_state(watch.prompt)  # read first, so that no page of an ended prompt is missed
-        watch.count += self.exists(watch.keys[watch.count :])
-        return watch.count, state
+        with self._lock:  # `note_prompts` reads the count
+            while watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages:
+                watch.count += 1
+            return watch.count, state
 
     def prompt_state(self, key: bytes) -> PromptState:
         """Return the state of a prompt. If it has ended, all its pages that will ever come are here."""

@@ -173,6 +173,16 @@ async def test_pages_of_a_prompt_are_announced_once_they_are_offered(is_local: b
         pages.close()
 
 
+def test_each_request_of_a_prompt_begins_and_ends_and_wakes_its_readers() -> None:
+    """Requests with one prompt may begin, and end, in the same step."""
+    prompt, pages = b"p" * 32, OfferedPages(SPACE._replace(page_bytes=0), {})
+    states: list[PromptState] = []
+    with pages.watching(prompt, [KEY], lambda: states.append(pages.prompt_state(prompt))):
+        pages.note_prompts([prompt, prompt], [])
+        pages.note_prompts([], [prompt, prompt])
+    assert states == [PromptState.PENDING, PromptState.ENDED]
+
+
 async def test_a_watch_ends_with_its_prefill_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "BEAT_S", 600.0)
     prompt, (number, pages), (other, others) = b"p" * 32, offered(), offered()
