@@ -18,6 +18,8 @@ from runtime.experts.balance import balanced
 
 logger = logging.getLogger("penstock.core")
 
+MAX_KEPT = 16  # maximum number of single steps that the algorithms named "vec" balance
+
 
 class ExpertBalancer:
     """Moves the experts of one replica while it serves. Belongs to the scheduler actor, which calls `run`.
@@ -34,8 +36,10 @@ class ExpertBalancer:
 
     async def run(self) -> None:
         """Repeat until cancelled: count the expert choices of some steps, then move experts."""
+        by_step = self._plan.balance_algorithm.startswith("deepseek_vec")
+        asked = {"num_steps": self._plan.balance_steps, "max_kept": MAX_KEPT if by_step else 0}
         while True:
-            answers = await self._call("await_expert_loads", {"num_steps": self._plan.balance_steps})
+            answers = await self._call("await_expert_loads", asked)
             stages = [answer for answer in answers if answer is not None]
             if not stages:
                 return  # the engine is closing
@@ -47,7 +51,7 @@ class ExpertBalancer:
         if utilization > plan.balance_threshold:
             logger.info("Experts stay where they are: the ranks' utilization is %.3f.", utilization)
             return
-        loads: dict[int, list[int]] = {int(layer): each for stage in stages for layer, each in stage["loads"].items()}
+        loads: dict[int, Any] = {int(layer): each for stage in stages for layer, each in stage["loads"].items()}
         slots = await anyio.to_thread.run_sync(partial(self._balanced, loads))
         layers, moved = sorted(slots), 0
         size = plan.balance_layers or len(layers)
@@ -63,11 +67,11 @@ class ExpertBalancer:
         seconds = time.monotonic() - began
         logger.info("Experts were rebalanced: %d moved in %.2f s. Utilization: %.3f.", moved, seconds, utilization)
 
-    def _balanced(self, loads: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    def _balanced(self, loads: Mapping[int, Any]) -> dict[int, list[int]]:
         plan = self._plan
         return balanced(
             loads,
-            num_slots=len(next(iter(loads.values()))) + plan.num_redundant,
+            num_slots=np.shape(next(iter(loads.values())))[-1] + plan.num_redundant,
             num_ranks=plan.ep_size,
             num_nodes=self._num_nodes,
             num_groups=self._num_groups,

@@ -3,6 +3,10 @@
 Additional copies go to the experts with the largest load per copy, one at a time. The copies are then packed to ranks:
 the heaviest first, always to the lightest rank that has a free slot. The hierarchical form first packs groups of
 experts to nodes. DeepSeek's models route each token to few groups, and therefore to few nodes.
+
+The algorithms named "vec" balance single steps and not their sum, as SGLang's do: an additional copy goes to the expert
+that reduces the busiest copy's load the most, summed over the steps. The copies are then dealt to the ranks in the
+order of their load, forwards and backwards in turn.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import numpy as np
 
 Loads = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-ALGORITHMS = ("auto", "deepseek", "deepseek_hierarchical")
+HIERARCHICAL = ("deepseek_hierarchical", "deepseek_vec_hierarchical")
 
 
 def balanced(
@@ -28,25 +32,33 @@ def balanced(
 ) -> dict[int, list[int]]:
     """Return, for each layer, the expert in each slot (see `placement`).
 
-    `loads` maps each layer to the number of tokens per expert, [X].
+    `loads` maps each layer to the number of tokens per expert, [X], or per step and expert, [S, X].
 
     "auto" means hierarchical if the number of nodes divides the numbers of expert groups and ranks.
     """
-    layers, weight = list(loads), np.array([*loads.values()], np.float32)
+    layers, weight = list(loads), np.array([*loads.values()], np.float32)  # [L, X] or [L, S, X]
+    if algorithm.startswith("deepseek_vec"):
+        weight = weight.reshape(len(layers), -1, weight.shape[-1]).swapaxes(0, 1)
+    elif weight.ndim == 3:
+        weight = weight.sum(1)
     divides = not (num_groups % num_nodes or num_ranks % num_nodes)
-    hierarchical = algorithm == "deepseek_hierarchical" or (algorithm == "auto" and divides)
+    hierarchical = algorithm in HIERARCHICAL or (algorithm == "auto" and divides)
     groups, nodes = (num_groups, num_nodes) if hierarchical else (1, 1)
     experts = place_experts(weight, num_slots, groups, nodes, num_ranks)
     return {layer: line.tolist() for layer, line in zip(layers, experts, strict=True)}
 
 
 def place_experts(weight: Loads, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Numbers:
-    """Return the expert in each slot, [L, num_slots]. `weight` has the load of each expert, [L, X].
+    """Return the expert in each slot, [L, num_slots].
+
+    `weight` has the load of each expert, [L, X], or in each step, [S, L, X], for the algorithms named "vec".
 
     Each node has whole groups, an equal number of ranks and of slots. Raises ValueError if `num_groups` does not divide
     the number of experts, `num_nodes` does not divide `num_groups` or `num_ranks`, `num_ranks` does not divide
     `num_slots`, or there are fewer slots than experts.
     """
+    steps = weight if weight.ndim == 3 else weight[None]
+    by_step, weight = weight.ndim == 3, steps.sum(0)
     num_layers, num_experts = weight.shape
     for whole, parts in ((num_experts, num_groups), (num_groups, num_nodes), (num_ranks, num_nodes)):
         if whole % parts:
@@ -66,11 +78,15 @@ def place_experts(weight: Loads, num_slots: int, num_groups: int, num_nodes: int
 
     # 2. Copies within each node.
     of_node = np.take_along_axis(weight, experts_of_nodes, 1).reshape(-1, per_node)
-    copies, counts = _replicated(of_node, num_slots // num_nodes)
+    if by_step:
+        of_steps = np.take_along_axis(steps, experts_of_nodes[None], 2).reshape(len(steps), -1, per_node)
+        copies, counts = _replicated_by_step(of_steps, num_slots // num_nodes)
+    else:
+        copies, counts = _replicated(of_node, num_slots // num_nodes)
 
     # 3. Copies to ranks.
     of_copy = np.take_along_axis(of_node / counts, copies, 1)
-    rank, place = _packed(of_copy, num_ranks // num_nodes)
+    rank, place = (_dealt if by_step else _packed)(of_copy, num_ranks // num_nodes)
     order = _inverse(rank * (num_slots // num_ranks) + place)
     within = np.take_along_axis(copies, order, 1).reshape(num_layers, num_nodes, -1)
     within = within + np.arange(0, num_experts, per_node)[:, None]
@@ -106,6 +122,38 @@ def _replicated(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
         copies[:, copy] = heaviest
         counts[lines, heaviest] += 1
     return copies, counts
+
+
+def _replicated_by_step(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
+    """Like `_replicated`, for the loads of several steps, [S, L, N].
+
+    If no single copy reduces the largest load of a step, the item with the largest load per copy gets it.
+    """
+    _, num_layers, num_items = weight.shape
+    exact = weight.astype(np.float64)
+    copies, total = np.tile(np.arange(num_copies), (num_layers, 1)), exact.sum(0)
+    counts, lines = np.ones((num_layers, num_items), np.float32), np.arange(num_layers)
+    for copy in range(num_items, num_copies):
+        per_copy = exact / counts
+        busiest = per_copy.argmax(-1, keepdims=True)
+        largest = np.take_along_axis(per_copy, busiest, -1)
+        relieved = np.take_along_axis(exact / (counts + 1), busiest, -1)
+        np.put_along_axis(per_copy, busiest, relieved, -1)
+        gains = np.zeros((num_layers, num_items))
+        saved = (largest - per_copy.max(-1, keepdims=True))[..., 0]  # [S, L]
+        np.add.at(gains, (lines, busiest[..., 0]), saved)
+        best = np.where(gains.max(-1) > 0, gains.argmax(-1), (total / counts).argmax(-1))
+        copies[:, copy] = best
+        counts[lines, best] += 1
+    return copies, counts
+
+
+def _dealt(weight: Loads, num_packs: int) -> tuple[Numbers, Numbers]:
+    """Deal the items [L, N] to packs, heaviest first, forwards and backwards in turn. Return packs and places."""
+    if weight.shape[1] == num_packs:
+        return _packed(weight, num_packs)
+    turn, pack = np.divmod(_inverse(np.argsort(-weight, axis=1, kind="stable")), num_packs)
+    return np.where(turn % 2, num_packs - 1 - pack, pack), turn
 
 
 def _inverse(numbers: Numbers) -> Numbers:

@@ -36,9 +36,9 @@ def read_expert_places(plan: Plan, facts: ModelFacts) -> dict[str, list[int]]:
         lines = {str(layer): line.tolist() for layer, line in enumerate(table)}
     elif "logical_count" in body:
         counts = _table(body["logical_count"], "logical_count", dims=(2, 3))
-        counts = counts.sum(0) if counts.ndim == 3 else counts
-        if counts.shape[1] != facts.num_experts:
-            raise ConfigurationError(f"{FLAG}: logical_count has {counts.shape[1]} experts, not {facts.num_experts}.")
+        counts = counts.swapaxes(0, 1) if counts.ndim == 3 else counts
+        if counts.shape[-1] != facts.num_experts:
+            raise ConfigurationError(f"{FLAG}: logical_count has {counts.shape[-1]} experts, not {facts.num_experts}.")
         slots = balanced(
             dict(enumerate(counts)),
             num_slots=facts.num_experts + experts.num_redundant,

@@ -45,8 +45,10 @@ class _Due:
     """The loads that `when_due` promised to an expert balancer."""
 
     num_steps: int
+    every: int  # keep the loads of each step whose number this divides; 0: only the sum of all steps
     future: Future[Any]
     total: Tensor | None = None  # sum of `Counts.by_expert`
+    kept: list[Tensor] = field(default_factory=list)  # `Counts.by_expert` of single steps
     utilizations: list[Tensor] = field(default_factory=list)
 
 
@@ -179,9 +181,13 @@ class ExpertRecorder:
         Thread(target=write, name="expert record", daemon=True).start()
         return done
 
-    def when_due(self, num_steps: int) -> Future[Any]:
-        """Return a future of the loads in the next `num_steps` steps: {"loads": [X] by layer, "utilization"}."""
-        self._due = _Due(num_steps, Future())
+    def when_due(self, num_steps: int, max_kept: int = 0) -> Future[Any]:
+        """Return a future of the loads in the next `num_steps` steps: {"loads": [X] by layer, "utilization"}.
+
+        If `max_kept` is not 0, "loads" has [S, X] by layer instead, the loads of at most `max_kept` single steps at
+        equal distances.
+        """
+        self._due = _Due(num_steps, -(-num_steps // max_kept) if max_kept else 0, Future())
         return self._due.future
 
     def close(self) -> None:
@@ -191,11 +197,15 @@ class ExpertRecorder:
             self._due = None
 
     def _settle(self, due: _Due, counts: Counts) -> None:
-        due.total = counts.by_expert.clone() if due.total is None else due.total.add_(counts.by_expert)
+        if not due.every:
+            due.total = counts.by_expert.clone() if due.total is None else due.total.add_(counts.by_expert)
+        elif len(due.utilizations) % due.every == 0:
+            due.kept.append(counts.by_expert)
         due.utilizations.append(counts.utilization)
         if len(due.utilizations) < due.num_steps:
             return
-        loads = dict(zip(map(str, self._mixtures), due.total.tolist(), strict=True))
+        total = torch.stack(due.kept, 1) if due.total is None else due.total
+        loads = dict(zip(map(str, self._mixtures), total.tolist(), strict=True))
         self._due = None
         due.future.set_result({"loads": loads, "utilization": _mean(due.utilizations)})
 

@@ -13,9 +13,7 @@ _MOE_RUNNER_BACKENDS = (
     "auto", "triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_mxfp4",
     "flashinfer_cutedsl",
 )  # fmt: skip
-_EPLB_ALGORITHMS = (
-    "auto", "deepseek_vec", "deepseek_vec_hierarchical", "deepseek", "deepseek_hierarchical",
-)  # fmt: skip
+_EPLB_ALGORITHMS = ("auto", "deepseek_vec", "deepseek_vec_hierarchical", "deepseek", "deepseek_hierarchical")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +102,10 @@ class MoeArgs:
     eplb_algorithm: str = option(
         "auto",
         "Algorithm that computes a new placement of the experts. deepseek: all ranks alike; deepseek_hierarchical: "
-        "groups of experts stay on one machine; auto: hierarchical if the machines divide the groups.",
+        "groups of experts stay on one machine; deepseek_vec, deepseek_vec_hierarchical: the same for the loads "
+        "of up to 16 single steps, and not for the sum of all steps; auto: deepseek_hierarchical if the machines "
+        "divide the groups, else deepseek.",
         choices=_EPLB_ALGORITHMS,
-        built=("deepseek", "deepseek_hierarchical"),
         plan="experts.balance_algorithm",
     )
     eplb_rebalance_num_iterations: int = option(

@@ -46,10 +46,10 @@ def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Ex
             "of its own attention group; use stat or per_pass.",
         )
     nodes = stage_nodes(builder.args.parallel.nnodes, builder.args.parallel.pp_size)
-    if args.eplb_algorithm == "deepseek_hierarchical" and (facts.num_expert_groups % nodes or ep_size.value % nodes):
+    if args.eplb_algorithm.endswith("_hierarchical") and (facts.num_expert_groups % nodes or ep_size.value % nodes):
         builder.refuse(
             "eplb_algorithm",
-            f"--eplb-algorithm deepseek_hierarchical: the {nodes} machines of a pipeline stage must divide the "
+            f"--eplb-algorithm {args.eplb_algorithm}: the {nodes} machines of a pipeline stage must divide the "
             f"{facts.num_expert_groups} groups of experts and --ep-size {ep_size.value}; use auto.",
         )
     if builder.args.graphs.enable_torch_compile and (record.value is not None or returned or _is_fake(builder)):

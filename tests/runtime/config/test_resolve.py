@@ -279,6 +279,8 @@ def test_groups_of_experts_must_fit_the_machines() -> None:
     groups = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
     assert "per_token: with" in refusals(facts=mixture, **groups, expert_distribution_recorder_mode="per_token")
     hierarchical = {**options, "eplb_algorithm": "deepseek_hierarchical"}
+    by_step = {**options, "eplb_algorithm": "deepseek_vec_hierarchical"}
+    assert "deepseek_vec_hierarchical: the 4 machines" in refusals(facts=mixture, **by_step)
     assert "the 4 machines of a pipeline stage must divide the 4 groups of experts and --ep-size 2" in refusals(
         facts=mixture, **hierarchical
     )
@@ -569,7 +571,7 @@ def test_settings_of_vllm_and_an_option_that_they_set_exclude_each_other() -> No
         ("h200", {"cpu_offload_gb": 2, "offload_group_size": 2}, "--offload-group-size cannot be combined with"),
         ("h200", {"cpu_offload_gb": 2, "enable_lora": True}, "--enable-lora cannot be combined with --cpu-offload-gb"),
         ("h200", {"offload_prefetch_step": 2}, "--offload-prefetch-step needs --offload-group-size or"),
-        ("h200", {"offload_mode": "meta"}, "--offload-mode meta is not supported yet; use cpu"),
+        ("h200", {"offload_mode": "meta"}, "--offload-mode meta is refused: Penstock has no code"),
         ("h200", {"enable_double_sparsity": True}, "--enable-double-sparsity is refused: double sparsity"),
     ],
 )

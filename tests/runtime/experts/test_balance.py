@@ -1,4 +1,4 @@
-"""Balanced placements equal those of DeepSeek's published algorithm, which is written here a second time."""
+"""Balanced placements equal those of published algorithms, which are written here a second time."""
 
 from __future__ import annotations
 
@@ -64,6 +64,40 @@ def reference(weights: Tensor, slots: int, groups: int, nodes: int, ranks: int) 
     return result
 
 
+def copy_by_steps(steps: Tensor, count: int) -> tuple[list[int], Tensor]:
+    """Copy, again and again, the item whose copy leaves the smallest sum over steps [S, N] of the largest load."""
+    owners, copies = list(range(steps.shape[1])), torch.ones(steps.shape[1])
+    while len(owners) < count:
+        sums = [(steps.double() / (copies + one)).amax(1).sum().item() for one in torch.eye(len(copies))]
+        best = min(range(len(sums)), key=sums.__getitem__)
+        owners.append(best)
+        copies[best] += 1
+    return owners, copies
+
+
+def reference_by_steps(steps: Tensor, slots: int, groups: int, nodes: int, ranks: int) -> list[list[list[int]]]:
+    """Return each node's experts by rank, in the order of the rank's slots."""
+    group_size, of_node = steps.shape[1] // groups, ranks // nodes
+    members: list[list[int]] = [[] for _ in range(nodes)]
+    places = pack(steps.sum(0).view(groups, group_size).sum(1).tolist(), nodes)
+    for group in sorted(range(groups), key=lambda group: places[group]):
+        members[places[group][0]] += range(group * group_size, (group + 1) * group_size)
+    result = []
+    for experts in members:
+        owners, copies = copy_by_steps(steps[:, experts], slots // nodes)
+        load = (steps[:, experts].sum(0) / copies)[owners].tolist()
+        order = sorted(range(len(owners)), key=lambda copy: -load[copy])
+        if len(owners) == of_node:  # one slot on each rank
+            order = list(range(len(owners)))
+        hands: list[list[int]] = [[] for _ in range(of_node)]
+        for turn in range(len(owners) // of_node):
+            to = hands[::-1] if turn % 2 else hands
+            for place, hand in enumerate(to):
+                hand.append(experts[owners[order[turn * of_node + place]]])
+        result.append(hands)
+    return result
+
+
 def loads(kind: str, num_experts: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if kind == "counts":  # distinct integers, as a recorder counts them
@@ -80,6 +114,34 @@ def test_placements_equal_the_reference(shape: tuple[int, int, int, int, int], c
     found = place_experts(torch.stack(weights).numpy(), slots, groups, nodes, ranks)
     for weight, line in zip(weights, found, strict=True):
         assert line.tolist() == reference(weight, slots, groups, nodes, ranks)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] < 100])
+def test_placements_by_step_equal_the_reference(shape: tuple[int, int, int, int, int]) -> None:
+    experts, slots, groups, nodes, ranks = shape
+    steps = torch.stack([loads("skewed", experts, seed) for seed in range(24)]).view(4, 6, experts)  # [L, S, X]
+    found = place_experts(steps.swapaxes(0, 1).numpy(), slots, groups, nodes, ranks)
+    for layer, line in zip(steps, found, strict=True):
+        expected = reference_by_steps(layer, slots, groups, nodes, ranks)
+        assert line.reshape(nodes, ranks // nodes, -1).tolist() == expected
+    by_layer = {layer: each.numpy() for layer, each in enumerate(steps)}
+    common: Any = {"num_slots": slots, "num_ranks": ranks, "num_nodes": nodes, "num_groups": groups}
+    placed = balanced(by_layer, algorithm="deepseek_vec_hierarchical", **common)
+    assert [*placed.values()] == found.tolist()
+    sums = {layer: each.sum(0) for layer, each in by_layer.items()}
+    assert balanced(by_layer, **common) == balanced(sums, **common)
+
+
+def test_an_expert_that_is_busy_in_one_step_gets_a_copy() -> None:
+    """Expert 0 has the largest sum of all steps, but expert 1 the largest load of a step."""
+    steps = np.array([[[5, 0, 4, 4], [5, 12, 4, 4], [5, 0, 4, 4]]], np.float32).swapaxes(0, 1)
+    common: Any = {"num_slots": 6, "num_ranks": 2}
+    for algorithm, copied in (("deepseek", 0), ("deepseek_vec", 1)):
+        [line] = balanced({0: steps[:, 0]}, algorithm=algorithm, **common).values()
+        assert line.count(copied) == 2
+        assert set(line) == {0, 1, 2, 3}
+    equal = np.array([[[1, 1, 9, 9]]], np.float32)  # no single copy reduces the largest load
+    assert sorted(place_experts(equal, 6, 1, 1, 2)[0].tolist()) == [0, 1, 2, 2, 3, 3]
 
 
 def test_the_published_example() -> None:

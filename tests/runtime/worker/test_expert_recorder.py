@@ -44,6 +44,11 @@ def test_loads_follow_the_placement_of_each_step(monkeypatch: pytest.MonkeyPatch
     later = made.when_due(1)
     made.note(BATCH, 2)
     assert later.result(0)["loads"]["5"] == [1, 1, 1, 1]
+    single = made.when_due(3, 2)
+    for chosen in ([[0, 5]], [[2, 2]], [[3, 1]]):
+        sharing.remember(2, torch.tensor(chosen))
+        made.note(BATCH, 1)
+    assert single.result(0)["loads"]["2"] == [[1, 1, 0, 0], [0, 1, 0, 1]]  # every second step
     waiting = made.when_due(2)
     made.close()
     assert waiting.result(0) is None
