@@ -168,7 +168,7 @@ def without_effect(args: Args) -> dict[str, str]:
 def _is_built(option: Option, value: Any) -> bool:
     if value == option.default or value in (option.spec.built or ()):
         return True
-    return option.spec.outcome not in (Outcome.PLANNED, Outcome.REFUSED) and option.spec.built is None
+    return option.spec.outcome is not Outcome.REFUSED and option.spec.built is None
 
 
 def _refusal(option: Option, value: Any) -> str:
@@ -184,7 +184,7 @@ def _refusal(option: Option, value: Any) -> str:
 def _instead(option: Option) -> str:
     if option.spec.instead:
         return f"; {option.spec.instead}"
-    if option.spec.outcome in (Outcome.PLANNED, Outcome.REFUSED):
+    if option.spec.outcome is Outcome.REFUSED:
         return "; leave it out"
     works = [shown(option, value) for value in option.spec.built or () if value is not None]
     return f"; use {' or '.join([', '.join(works[:-1]), works[-1]] if len(works) > 1 else works)}"

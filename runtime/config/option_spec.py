@@ -14,7 +14,6 @@ class Outcome(StrEnum):
     """The effect of an option."""
 
     WORKS = "works"
-    PLANNED = "planned"  # not supported yet: any value except the default is refused
     REFUSED = "refused"  # any value except the default is refused, because of what it needs; help says what to use
     RENAMED = "renamed"  # an old spelling of a value of another option, whose outcome applies
     ALWAYS = "always"  # accepted: Penstock always behaves as if the option were set
@@ -62,11 +61,6 @@ def option(default: Any, help: str, **spec: Any) -> Any:
     made = OptionSpec(help, **spec)
     given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
     return field(**given, repr=not made.secret, metadata={"spec": made})
-
-
-def planned(default: Any, help: str, **spec: Any) -> Any:
-    """Declare an option that is not supported yet. Any value except the default is refused."""
-    return option(default, help, outcome=Outcome.PLANNED, **spec)
 
 
 def refused(default: Any, help: str, *, reason: str, **spec: Any) -> Any:

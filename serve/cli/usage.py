@@ -74,7 +74,7 @@ def _line(option: Option) -> str:
 
 
 def _full(chosen: Iterable[Option]) -> str:
-    """Return the complete help of these options by group, and the flags of unsupported options."""
+    """Return the complete help of these options by group."""
     wanted = {option.name for option in chosen}
     parts: list[str] = []
     for title, members in by_group():
@@ -82,11 +82,7 @@ def _full(chosen: Iterable[Option]) -> str:
         if not group:
             continue
         parts.append(f"{title}:")
-        parts += [_paragraph(option) for option in group if option.spec.outcome is not Outcome.PLANNED]
-        later = [option.flag for option in group if option.spec.outcome is Outcome.PLANNED]
-        if later:
-            parts.append(_filled("not supported yet: " + ", ".join(later), indent="  ", rest="    "))
-        parts.append("")
+        parts += [*map(_paragraph, group), ""]
     return "\n".join(parts)
 
 
@@ -136,8 +132,6 @@ def outcome_note(option: Option) -> str:
         return f" *Always so*: {spec.reason}.{_later(option)}"
     if spec.outcome is Outcome.REFUSED:
         return f" *Refused*: {spec.reason}; {spec.instead or 'leave it out'}."
-    if spec.outcome is Outcome.PLANNED:
-        return f" *Not supported yet*{f': {spec.instead}' if spec.instead else ''}."
     return _later(option)
 
 

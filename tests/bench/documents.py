@@ -29,15 +29,14 @@ underscores in Python: `--page-size 16`, `page-size: 16`, `page_size=16`.
 
 *Outcome* says whether the option works on a CPU, on eight H100 and on eight B200: each of its values is tried on
 descriptions of these machines (`penstock explain --machine h100` does this for a whole command line). {works} options
-work, except with the listed values; {always so} are *always so*, {no effect} have *no effect*, {refused} are *refused*,
-and {not supported} are *not supported* yet. The server refuses to start with an option that its machine does not
-support, and names the option.
+work, except with the listed values; {always so} are *always so*, {no effect} have *no effect*, and {refused} are
+*refused*. The server refuses to start with an option that its machine does not support, and names the option.
 
 **No GPU has run Penstock yet.** For H100 and B200, *works* means that the server would start with the option there and
 that its kernels are tested without a GPU: against plain torch in an interpreter, and compiled for these GPUs.
 
 Options and values marked *refused* need a package, hardware or rights that Penstock does not use; the text says what
-to use instead. Those marked *not supported yet* are refused with a clear message too. Options with *no effect* are
+to use instead. Values marked *not supported yet* are refused with a clear message too. Options with *no effect* are
 accepted for compatibility only. Options marked *always so* request behaviour that Penstock always has.
 """
 _SAMPLING_DOCUMENT = """\

@@ -15,7 +15,6 @@ from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import ConfigurationError
 
 WITHOUT_TRIAL = {
-    Outcome.PLANNED: "not supported",
     Outcome.REFUSED: "refused",
     Outcome.ALWAYS: "always so",
     Outcome.INERT: "no effect",
@@ -145,7 +144,7 @@ def machines() -> Mapping[str, Machine]:
 
 
 def outcome(option: Option) -> str:
-    """Return "works", "no effect", "always so", "refused", "not supported", or the refused values per machine."""
+    """Return "works", "no effect", "always so", "refused", or the refused values per machine."""
     if option.spec.means is not None and not any(_accepted(option)):
         return "refused"
     if option.spec.outcome in WITHOUT_TRIAL:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import Json, option, planned
+from runtime.config.option_spec import Json, always, option, refused
 from runtime.config.quantization import METHODS, UNREADABLE, spellings
 
 _LOAD_FORMATS = (
@@ -147,8 +147,12 @@ class ModelArgs:
         empty=True,
         plan="model.custom_loaders",
     )
-    disable_mla: bool = planned(
-        False, "Run DeepSeek models with expanded keys and values instead of the compressed latent cache."
+    disable_mla: bool = refused(
+        False,
+        "Run DeepSeek models with expanded keys and values instead of the compressed latent cache.",
+        reason="it needs a KV cache of expanded keys and values, tens of times as large for the same output, and "
+        "Penstock has only the compressed one",
+        instead="leave it out, or use --attention-backend torch_native, the reference to which kernels are compared",
     )
     remote_instance_weight_loader_seed_instance_ip: str | None = option(
         None,
@@ -229,11 +233,18 @@ class OffloadArgs:
         low=1,
         plan="model.offload_ahead",
     )
-    offload_mode: str = planned(
+    offload_mode: str = always(
         "cpu",
-        "Where the weights of these layers are kept. cpu: in pinned host memory.",
+        "Where the weights of these layers are kept.",
         choices=("meta", "cpu", "shm_cpu", "sharded_gpu"),
-        instead="use cpu, with which each rank keeps its own shards",
+        built=("cpu",),
+        needs={
+            "meta": "a measurement that ignores the output, because the weights of these layers are discarded",
+            "shm_cpu": "ranks with equal weights, which could share one copy in shared memory",
+            "sharded_gpu": "free memory on other GPUs that this GPU can read over NVLink",
+        },
+        instead="use cpu, with which each rank keeps its own shards in pinned host memory",
+        reason="each rank keeps its own shards in pinned host memory",
     )
     enable_memory_saver: bool = option(
         False,

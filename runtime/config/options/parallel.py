@@ -185,7 +185,7 @@ class DisaggregationArgs:
             "mooncake": "the package mooncake-transfer-engine and an RDMA network card",
             "nixl": "the package nixl and an RDMA network card or NVLink",
             "ascend": "a Huawei NPU",
-            "fake": "a test that reads no output",
+            "fake": "a measurement that ignores the output, because it transfers no pages",
         },
         instead="use tcp",
         reason="pages travel over TCP",

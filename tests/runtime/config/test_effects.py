@@ -133,7 +133,7 @@ VALUES: dict[str, list[Any]] = {
 }
 # Options whose choice the plan also has as text for `explain`; the engine reads `choices`.
 SHOWN = {f"{kind}_backend" for kind in ("attention", "prefill_attention", "decode_attention", "sampling")}
-NOT_STARTED = (Outcome.PLANNED, Outcome.REFUSED, Outcome.RENAMED)
+NOT_STARTED = (Outcome.REFUSED, Outcome.RENAMED)
 BY_ITSELF = {"config"}  # a file with other options; see test_config_file
 
 
