@@ -27,7 +27,8 @@ class Part(NamedTuple):
 def hybrid(decode: Attend, prefill: Attend, *, drafts_by_prefill: bool = False) -> Attend:
     """Return an `attend` (see `ops.attention`) with `decode` for rows of one token and `prefill` for longer rows.
 
-    `drafts_by_prefill` says which of the two computes rows with draft tokens.
+    `drafts_by_prefill` says which of the two computes rows with draft tokens. It must be set if `decode` computes rows
+    of one token only.
     """
 
     def attend(
@@ -74,5 +75,6 @@ def part_of(metadata: AttentionMetadata, rows: Sequence[int]) -> Part:
             starts_host=[metadata.starts_host[row] for row in rows],
             counts_host=counts,
             plan_cache={},
+            draft_rows=(),
         ),
     )

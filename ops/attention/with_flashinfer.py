@@ -47,7 +47,7 @@ class FlashInfer:
     """
 
     def __init__(self, kernels: str = "auto") -> None:
-        self._attend_by_rows: Attend = hybrid(self._attend_heads, self._attend_heads)
+        self._attend_by_rows: Attend = hybrid(self._attend_heads, self._attend_heads, drafts_by_prefill=True)
         self._kernels = kernels
         self._workspace: Tensor | None = None
         self._wrappers: dict[Setting, list[Any]] = {}

@@ -47,7 +47,7 @@ class TensorRT:
     """Owns the workspace of the kernels of one engine. `attend` follows the contract of `ops.attention`."""
 
     def __init__(self) -> None:
-        self.attend = hybrid(self._decode, self._prefill)
+        self.attend = hybrid(self._decode, self._prefill, drafts_by_prefill=True)
         self._workspace = Workspace()
 
     def _decode(

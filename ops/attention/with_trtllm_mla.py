@@ -30,7 +30,7 @@ class LatentTensorRT:
     """
 
     def __init__(self) -> None:
-        self._by_rows = hybrid(self._decode, FlashInfer().attend)
+        self._by_rows = hybrid(self._decode, FlashInfer().attend, drafts_by_prefill=True)
         self._workspace = Workspace()
 
     def attend(

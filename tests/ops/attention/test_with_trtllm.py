@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,12 @@ def test_what_is_launched_gives_the_result_of_native(name: str) -> None:
     case = CASES[name]
     wanted = native.attend(*step(case), options(case))
     torch.testing.assert_close(TensorRT().attend(*step(case), options(case)), wanted)
+
+
+def test_rows_with_draft_tokens_are_longer_rows() -> None:
+    given, asked = step(CASES["mixed rows"]), options(CASES["mixed rows"])
+    drafted = given._replace(inputs=replace(given.inputs, draft_rows=(3, 5), plan_cache={}))
+    torch.testing.assert_close(TensorRT().attend(*drafted, asked), native.attend(*given, asked))
 
 
 def test_an_engine_has_one_workspace_for_all_layers() -> None:
