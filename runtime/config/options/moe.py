@@ -35,6 +35,7 @@ class MoeArgs:
         choices=("none", "deepep", "all_to_all"),
         built=("all_to_all",),
         needs={"deepep": _DEEPEP},
+        instead="use all_to_all, with an --ep-size equal to --tp-size",
         plan="experts.exchange",
     )
     moe_runner_backend: str = option(

@@ -236,7 +236,7 @@ class DisaggregationArgs:
         None,
         "InfiniBand devices that transfer the KV cache, separated by commas.",
         reason="it needs the package mooncake-transfer-engine or nixl and an RDMA network card",
-        instead="leave it out: pages travel over TCP; with IP over InfiniBand, give the addresses of that network",
+        instead="leave it out, and for IP over InfiniBand give --disaggregation-prefill the addresses of that network",
     )
     disaggregation_decode_polling_interval: int = inert(
         1,

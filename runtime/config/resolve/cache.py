@@ -246,9 +246,9 @@ def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
         return builder.follow("enable_hierarchical_cache")
     reason = None
     if builder.args.cache.disable_radix_cache:
-        reason = "--disable-radix-cache turns prefix caching off, so there are no prefixes to keep"
+        reason = "--disable-radix-cache turns prefix caching off, so no prefixes are kept; leave one of them out"
     elif facts.is_encoder or facts.needs_whole_prompts:
-        reason = "this model caches nothing"
+        reason = "this model caches nothing; leave the option out"
     elif facts.recurrent:
         reason = "states of recurrent layers cannot be copied to the host; leave the option out"
     if reason is not None:

@@ -85,7 +85,7 @@ def _ep_size(builder: PlanBuilder) -> Decision[int]:
             builder.refuse("enable_ep_moe", f"--enable-ep-moe means --ep-size {tp_size}; give one of them.")
         return Decision(tp_size, "--enable-ep-moe: the value of --tp-size")
     if tp_size % args.ep_size:
-        builder.refuse("ep_size", f"--ep-size {args.ep_size} must divide --tp-size {tp_size}.")
+        builder.refuse("ep_size", f"--ep-size {args.ep_size} must divide --tp-size {tp_size}; change one of them.")
         return Decision(1, "the requested value cannot be used")
     return builder.follow("ep_size")
 
@@ -111,9 +111,10 @@ def _check_model(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, reco
     asked += [option for option in recording if records and builder.args.changed(option)]
     for option in asked if facts.path else ():
         if model.by_transformers:
-            builder.refuse(option, f"{_flag(option)}: transformers' modules compute this model, without its experts.")
+            why = "transformers' modules compute this model, without its experts; leave it out"
+            builder.refuse(option, f"{_flag(option)}: {why}.")
         elif not facts.num_experts:
-            builder.refuse(option, f"{_flag(option)}: this model has no experts.")
+            builder.refuse(option, f"{_flag(option)}: this model has no experts; leave it out.")
 
 
 def _check_returned(builder: PlanBuilder) -> None:

@@ -87,8 +87,8 @@ def _two_batches(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | No
         return Decision(None, "the default")
     moe, algorithm = builder.args.moe, builder.args.speculative.speculative_algorithm
     problems = {
-        "needs several ranks that share every layer (--tp-size)": args.tp_size == 1,
-        "cannot be combined with a pipeline (--pp-size)": args.pp_size > 1,
+        "needs several ranks that share every layer; set --tp-size to at least 2": args.tp_size == 1,
+        "cannot be combined with a pipeline; use --tp-size and not --pp-size": args.pp_size > 1,
         "cannot be combined with --enable-dp-attention, whose groups would be split differently": (
             args.enable_dp_attention
         ),
