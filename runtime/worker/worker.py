@@ -792,14 +792,15 @@ class ModelWorker:
         )
         if info.world_size == 1:
             return captured
-        num_graphs = captured.request_all()
+        option, num_decode, num_graphs = "--disable-cuda-graph", captured.num_waiting, captured.request_all()
         try:
             with progress_bar(num_graphs if info.rank == 0 else None, "Capturing CUDA graphs", unit="graph") as bar:
-                for _ in captured.capture_requested():
+                for number, _ in enumerate(captured.capture_requested(), 1):
+                    if number == num_decode:  # graphs of prompts follow
+                        option = "--disable-piecewise-cuda-graph"
                     if bar is not None:
                         bar.update()
         except Exception as error:  # drivers and kernels raise many types of errors
-            option = "--disable-piecewise-cuda-graph" if captured.num_waiting == 0 else "--disable-cuda-graph"
             raise EngineFailure(
                 f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with {option}."
             ) from error

@@ -187,15 +187,31 @@ def test_all_ranks_add_sums_of_the_same_padded_size(tmp_path: Path, monkeypatch:
         worker.close()
 
 
-def test_a_rank_that_cannot_capture_fails_the_start_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("method", "sizes", "prompt_sizes", "option"),
+    [
+        ("capture", (2, 4), (), "--disable-cuda-graph"),
+        ("capture", (2,), (8,), "--disable-cuda-graph"),
+        ("capture_parts", (2,), (8,), "--disable-piecewise-cuda-graph"),
+    ],
+)
+def test_a_rank_that_cannot_capture_fails_the_start_with_its_reason(
+    method: str,
+    sizes: tuple[int, ...],
+    prompt_sizes: tuple[int, ...],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     def broken(self: ReplayingDevice, run: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    ranks = Ranks(tmp_path, (2, 4))
-    monkeypatch.setattr(ReplayingDevice, "capture", broken)
+    ranks = Ranks(tmp_path, sizes, prompt_sizes)
+    monkeypatch.setattr(ReplayingDevice, method, broken)
     failures = ranks.start()
     assert [type(failure) for failure in failures] == [EngineFailure] * 2
     assert "Rank 1 could not capture" in str(failures[1])
     assert "not permitted when stream is capturing" in str(failures[1])
+    assert str(failures[1]).endswith(f"Disable them with {option}.")
     for worker in ranks.workers:
         worker.close()
