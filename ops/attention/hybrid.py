@@ -75,6 +75,6 @@ def part_of(metadata: AttentionMetadata, rows: Sequence[int]) -> Part:
             starts_host=[metadata.starts_host[row] for row in rows],
             counts_host=counts,
             plan_cache={},
-            draft_rows=(),
+            draft_rows=frozenset(index for index, row in enumerate(rows) if row in metadata.draft_rows),
         ),
     )

@@ -8,7 +8,7 @@ import torch
 
 from kernel_cases.attention import CASES, Case, options, step
 from ops.attention import AttentionOptions, native
-from ops.attention.hybrid import hybrid
+from ops.attention.hybrid import hybrid, part_of
 
 
 @pytest.mark.parametrize("name", ["mixed rows", "single tokens", "one long row", "sinks, window and soft cap"])
@@ -35,3 +35,9 @@ def test_each_backend_gets_its_rows() -> None:
         out = attend(*drafted, AttentionOptions(1.0))
         assert seen == {"single": single, "longer": [21] if 18 in single else [21, 18]}
         assert torch.equal(out, given.q)
+
+
+def test_a_part_of_a_step_has_its_draft_rows() -> None:
+    """A backend may divide the part again, for example latent attention, which computes long rows separately."""
+    given = step(Case(((40, 1), (0, 21), (3, 1), (30, 18)))).inputs
+    assert part_of(replace(given, draft_rows=(0, 3)), [2, 3]).metadata.draft_rows == {1}
