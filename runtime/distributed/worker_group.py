@@ -280,13 +280,13 @@ def start_process(
 
 
 def thread_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment variable that limits the threads of each rank, if several ranks share a CPU.
+    """Return the environment variable that limits the threads of each rank, if ranks use only some cores of a CPU.
 
     With more threads than cores, a step would take many times longer. A value that the user has set is kept.
     """
     parallel = plan.parallel
-    several = plan.model.device == "cpu" and parallel.ranks * parallel.copies > 1
-    if not several or "OMP_NUM_THREADS" in os.environ:
+    limited = plan.model.device == "cpu" and (parallel.ranks * parallel.copies > 1 or parallel.numa_nodes is not None)
+    if not limited or "OMP_NUM_THREADS" in os.environ:
         return {}
     nodes = parallel.numa_nodes
     num_here = len(parallel.ranks_here) * parallel.copies if nodes is None else nodes.count(nodes[0])

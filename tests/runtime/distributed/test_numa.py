@@ -11,8 +11,12 @@ import psutil
 import pytest
 
 from ops.machine import Machine, _numbers_in, node_cpus
+from runtime.config import Args
+from runtime.config.resolve import resolve
 from runtime.distributed.numa import rank_environment
+from runtime.distributed.worker_group import thread_environment
 from server_process import ROOT, serving
+from small_facts import FACTS
 
 NODE = min(Machine.probe().numa_nodes, default=-1)
 CPUS = node_cpus(NODE) & (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else frozenset())
@@ -42,6 +46,16 @@ def test_ranks_of_a_node_divide_its_cpus() -> None:
     ]
     assert rank_environment((0, 1), 1, {}) == {"PENSTOCK_NUMA_NODE": "1/0"}  # the user has set the threads
     assert rank_environment(None, 1, threads) == threads
+
+
+def test_a_single_rank_has_as_many_threads_as_its_node_has_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counted the CPUs of all nodes when it was imported."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    machine = Machine.named("cpu")
+    monkeypatch.setattr(Machine, "probe", lambda: machine)
+    bound, free = (resolve(Args.of(model_path="small", numa_node=nodes), machine, FACTS) for nodes in ((0,), None))
+    assert thread_environment(bound) == {"OMP_NUM_THREADS": str(machine.num_cpus)}
+    assert thread_environment(free) == {}
 
 
 @on_linux
