@@ -166,16 +166,21 @@ class LoadedWeights:
     def staged(self) -> StagedWeights:
         """The trainer's weights that wait for `commit`. Raises CheckpointError for models that take no such weights."""
         if self._staged is None:
-            facts, plan = self._source.facts, self._source.plan
-            if plan.by_transformers:
-                raise CheckpointError(
-                    f"{facts.architecture} is run by transformers' modules, whose weights cannot be replaced."
-                )
-            if is_gguf(facts.path):
-                raise CheckpointError("The weights of GGUF files cannot be replaced while the server runs.")
+            facts, plan, reason = self._source.facts, self._source.plan, self._not_replaced
+            if reason:
+                raise CheckpointError(reason)
             fixed, scaled = self._fixed, self._scaled_cache
             self._staged = StagedWeights(self._model, facts, plan, fixed=fixed, scaled_cache=scaled)
         return self._staged
+
+    @property
+    def _not_replaced(self) -> str:
+        """The reason why single tensors of the model cannot be replaced, or ""."""
+        facts, plan = self._source.facts, self._source.plan
+        if plan.by_transformers:
+            return f"{facts.architecture} is run by transformers' modules, whose weights cannot be replaced."
+        gguf = "The weights of GGUF files cannot be replaced while the server runs."
+        return gguf if is_gguf(facts.path) else ""
 
     def free_update_memory(self) -> None:
         """Free the memory that updates keep for later updates."""
@@ -202,7 +207,7 @@ class LoadedWeights:
         Raises `ConfigurationError` for `gather` if the weights are stored in a form that cannot be converted back. The
         copy then does not follow updates.
         """
-        if self.staged.reads_vocabulary:
+        if not self._not_replaced and self.staged.reads_vocabulary:
             self._vocabulary = vocabulary
         elif gather:
             raise ConfigurationError("A draft head cannot read the quantised embedding or LM head of several ranks.")

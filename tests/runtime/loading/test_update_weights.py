@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import tiny_checkpoints
 from ops.matmul import with_onednn
 from ops.select import Kernels, select
 from runtime.batch import Batch, Sampling
-from runtime.errors import CheckpointError, InvalidRequest
+from runtime.errors import CheckpointError, ConfigurationError, InvalidRequest
 from runtime.loading import tensors
 from runtime.loading.facts import read_facts
 from runtime.loading.weight_update import LoadedWeights, WeightSource
+from runtime.loading.whole_vocabulary import WholeVocabulary
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder
@@ -100,6 +102,18 @@ def weights_of(
 def memory_of(model: Decoder) -> dict[str, int]:
     """Return the address of each parameter, except for oneDNN's layout, which cannot be written in place."""
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters() if not parameter.is_mkldnn}
+
+
+def test_a_model_whose_tensors_are_not_replaced_starts_with_a_copy_of_its_vocabulary() -> None:
+    """A draft head beside tensor-parallel ranks has this copy. The models of GGUF files are like this one."""
+    path = tiny_checkpoints.cached("qwen2")
+    facts = read_facts(path)
+    plan = replace(paged_forward.plan_for(path, context_length=facts.context_length), by_transformers=True)
+    weights = weights_of(paged_forward.load(path), path, source=WeightSource.of(facts, plan))
+    copy = WholeVocabulary(Mesh(RankInfo(), torch.device("cpu")).axis("tp"), None)
+    weights.follow(copy, gather=False)
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        weights.follow(copy, gather=True)
 
 
 @pytest.mark.parametrize("family", sorted(tiny_checkpoints.FAMILIES))
