@@ -18,7 +18,7 @@ from runtime.actors.adapter_folder import AdapterFolder
 from runtime.config import buckets
 from runtime.config.plan import LoraPlan
 from runtime.errors import CheckpointError, EngineClosed, InvalidRequest, Overloaded
-from runtime.loading.digest import adapter_digest
+from runtime.loading.digest import adapter_digest, adapter_stamps
 from runtime.metrics.series import Histogram
 from runtime.request import Adapter
 
@@ -356,6 +356,7 @@ class AdapterRegistry:
     async def _load(self, entry: _Entry) -> None:
         began_s = time.monotonic()
         payload = {"id": entry.adapter.id, "path": entry.adapter.path}
+        stamps = await asyncio.to_thread(_stamps, entry.adapter) if self._shares_pages else []
         try:
             is_left = entry.measured = any(await self._call("load_adapter", payload))
             while is_left:  # one layer at a time, so that steps can run in between
@@ -365,7 +366,7 @@ class AdapterRegistry:
                 await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their shards
             raise
         if self._shares_pages:
-            entry.adapter = entry.adapter._replace(content=await asyncio.to_thread(_content, entry.adapter))
+            entry.adapter = entry.adapter._replace(content=await asyncio.to_thread(_content, entry.adapter, stamps))
         entry.resident, entry.load_s = True, time.monotonic() - began_s
         self.load_s.observe(entry.load_s)
 
@@ -432,13 +433,23 @@ class AdapterRegistry:
         return self._kept(asyncio.create_task(free()))
 
 
-def _content(adapter: Adapter) -> str:
-    """Return the digest of the adapter's files, or "" if they cannot be read any more."""
+def _stamps(adapter: Adapter) -> list[tuple[str, int, int, int]]:
+    with suppress(OSError):  # loading then fails with a better message
+        return adapter_stamps(Path(adapter.path))
+    return []
+
+
+def _content(adapter: Adapter, stamps: list[tuple[str, int, int, int]]) -> str:
+    """Return the digest of the adapter's files, or "" if they cannot be read any more or do not have these stamps."""
     try:
-        return adapter_digest(Path(adapter.path))
+        digest = adapter_digest(Path(adapter.path))
+        if adapter_stamps(Path(adapter.path)) == stamps:
+            return digest
+        problem = "its files were replaced while they were loaded"
     except OSError as error:
-        logger.warning("Pages of the adapter %s stay in this process: %s", adapter.name, error)
-        return ""
+        problem = str(error)
+    logger.warning("Pages of the adapter %s stay in this process: %s", adapter.name, problem)
+    return ""
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

@@ -60,9 +60,19 @@ def adapter_digest(folder: Path) -> str:
     Raises OSError if a file cannot be read.
     """
     digest = blake2b(digest_size=16)
-    for file in sorted(each for each in folder.iterdir() if each.name == CONFIG or each.suffix in ADAPTER_ENDINGS):
+    for file in _adapter_files(folder):
         digest.update(f"{file.name}:{_file_digest(file)}\n".encode())
     return digest.hexdigest()
+
+
+def adapter_stamps(folder: Path) -> list[tuple[str, int, int, int]]:
+    """Return values that change if a file of an adapter is replaced. Raises OSError if a file cannot be read."""
+    status = [(file.name, file.stat()) for file in _adapter_files(folder)]
+    return [(name, each.st_ino, each.st_size, each.st_mtime_ns) for name, each in status]
+
+
+def _adapter_files(folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if each.name == CONFIG or each.suffix in ADAPTER_ENDINGS)
 
 
 def _counts(file: Path) -> bool:
