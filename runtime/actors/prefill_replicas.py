@@ -2,7 +2,7 @@
 
 The router gives each request to a decode replica. `PrefillReplicas` gives a prefill replica a second request with the
 same prompt and one output token. The KV pages of the prompt are then sent as between separate servers
-(`page_store/peers.py`).
+(`page_store/transfer_protocol.py`).
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, Not
 from runtime.kv_cache.storage_tier import StorageTier, Wanted
 from runtime.loading.digest import model_digest
 from runtime.page_store.opening import open_store
-from runtime.page_store.peers import PromptState, PromptWatch
+from runtime.page_store.prompt_watch import PromptWatch
 from runtime.page_store.protocol import PageStore, StoreSpace, check_config
+from runtime.page_store.transfer_protocol import PromptState
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence as TokenSequence
 

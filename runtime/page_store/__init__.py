@@ -1,1 +1,1 @@
-"""Stores of KV pages outside the process: the protocol, and a folder of files."""
+"""Stores of KV pages outside the process: the protocol, a folder of files, and the pages of prefill servers."""

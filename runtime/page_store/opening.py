@@ -9,7 +9,8 @@ from typing import Any
 
 from runtime.errors import ConfigurationError
 from runtime.page_store.files import FileStore
-from runtime.page_store.peers import OfferedPages, PeerPages
+from runtime.page_store.offered_pages import OfferedPages
+from runtime.page_store.peer_pages import PeerPages
 from runtime.page_store.protocol import PageStore, StoreSpace
 
 # Name of each method of `PageStore` and `ReadsMany` -> its positional parameters.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.mesh.rank_info import RankInfo
+from runtime.page_store.offered_pages import OfferedPages
 from runtime.page_store.opening import open_store
-from runtime.page_store.peers import OfferedPages
 from runtime.page_store.protocol import CHECKSUM_BYTES, CheckedStore, StoreSpace
 from runtime.worker.device import Device, Event
 

@@ -14,7 +14,7 @@ import pytest
 import runtime.actors.storage as storage_module
 from runtime.actors.storage import Storage
 from runtime.errors import InvalidRequest
-from runtime.page_store.peers import PromptState
+from runtime.page_store.transfer_protocol import PromptState
 from runtime.request import Caller, Request
 from runtime.sequence import Sequence
 

@@ -9,9 +9,12 @@ from contextlib import suppress
 
 import pytest
 
-from runtime.page_store import peers
-from runtime.page_store.peers import EXISTS, HEAD, OfferedPages, PeerPages, PromptState, PromptWatch, greeting
+from runtime.page_store import offered_pages, peer_pages, prompt_watch, transfer_protocol
+from runtime.page_store.offered_pages import OfferedPages
+from runtime.page_store.peer_pages import PeerPages
+from runtime.page_store.prompt_watch import PromptWatch
 from runtime.page_store.protocol import StoreSpace
+from runtime.page_store.transfer_protocol import EXISTS, HEAD, PromptState, greeting
 
 SPACE = StoreSpace("model", 0, 1, 8)
 KEY = b"k" * 32
@@ -59,11 +62,11 @@ def welcomed(port: int) -> socket.socket:
 
 
 def test_a_stranger_that_says_nothing_is_dropped_in_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "REQUEST_S", 0.05)
+    monkeypatch.setattr(offered_pages, "REQUEST_S", 0.05)
     with connected(port) as silent, connected(port) as slow:
         slow.sendall(b"p")
         assert silent.recv(1) == slow.recv(1) == b""
-    monkeypatch.setattr(peers, "REQUEST_S", 10.0)
+    monkeypatch.setattr(offered_pages, "REQUEST_S", 10.0)
     assert fetched(port) == b"12345678"
 
 
@@ -71,7 +74,7 @@ def test_a_request_that_does_not_end_is_dropped(port: int, monkeypatch: pytest.M
     with connected(port) as half:
         half.sendall(greeting(SPACE))
         assert half.recv(5) == b"ok 1\n"
-        monkeypatch.setattr(peers, "REQUEST_S", 0.05)
+        monkeypatch.setattr(offered_pages, "REQUEST_S", 0.05)
         half.sendall(HEAD.pack(EXISTS, 5)[:3])
         assert half.recv(1) == b""
 
@@ -80,7 +83,7 @@ def test_other_pages_and_unknown_operations_end_the_connection(port: int) -> Non
     with connected(port) as other:
         other.sendall(b"GET / HTTP/1.1\r\n")
         assert other.recv(20) == b"other pages\n"
-    for head in (HEAD.pack(9, 0), HEAD.pack(EXISTS, peers.MAX_KEYS + 1)):
+    for head in (HEAD.pack(9, 0), HEAD.pack(EXISTS, transfer_protocol.MAX_KEYS + 1)):
         with connected(port) as wrong:
             wrong.sendall(greeting(SPACE) + head)
             assert wrong.recv(5) == b"ok 1\n"
@@ -88,7 +91,7 @@ def test_other_pages_and_unknown_operations_end_the_connection(port: int) -> Non
 
 
 def test_strangers_make_room_and_decode_servers_do_not(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(offered_pages, "MAX_CONNECTIONS", 3)
     with connected(port) as known:
         known.sendall(greeting(SPACE))
         assert known.recv(5) == b"ok 1\n"
@@ -105,18 +108,18 @@ def test_strangers_make_room_and_decode_servers_do_not(port: int, monkeypatch: p
 
 
 def test_a_connection_that_the_server_closed_is_made_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "IDLE_S", 0.01)
+    monkeypatch.setattr(offered_pages, "IDLE_S", 0.01)
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", port]]})
     assert store.exists([KEY]) == 1
     [connection] = store._open.values()
     assert connection.recv(1) == b""  # the server has closed it
-    monkeypatch.setattr(peers, "IDLE_S", 10.0)
+    monkeypatch.setattr(offered_pages, "IDLE_S", 10.0)
     assert store.exists([KEY]) == 1
     store.close()
 
 
 def test_many_pages_are_read_from_several_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "PAGES_AT_ONCE", 3)
+    monkeypatch.setattr(peer_pages, "PAGES_AT_ONCE", 3)
     keys, made = [bytes([number]) * 32 for number in range(10)], [offered(), offered()]
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", number] for number, _ in made]})
     try:
@@ -184,7 +187,8 @@ def test_each_request_of_a_prompt_begins_and_ends_and_wakes_its_readers() -> Non
 
 
 async def test_a_watch_ends_with_its_prefill_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "BEAT_S", 600.0)
+    monkeypatch.setattr(offered_pages, "BEAT_S", 600.0)
+    monkeypatch.setattr(prompt_watch, "BEAT_S", 600.0)
     prompt, (number, pages), (other, others) = b"p" * 32, offered(), offered()
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", port] for port in (number, other)]})
     watch = await store.watch(prompt, [KEY])
@@ -204,8 +208,8 @@ async def test_a_watch_ends_with_its_prefill_server(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_silent_prefill_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "BEAT_S", 0.01)
-    monkeypatch.setattr(peers, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(prompt_watch, "BEAT_S", 0.01)
+    monkeypatch.setattr(prompt_watch, "TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = PeerPages(SPACE, {"peers": [["127.0.0.1", silent.getsockname()[1]]]})
         store._greeted.update(store._peers)
@@ -217,7 +221,7 @@ async def test_a_silent_prefill_server_is_given_up(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_decode_server_that_leaves_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "BEAT_S", 0.01)
+    monkeypatch.setattr(offered_pages, "BEAT_S", 0.01)
     number, pages = offered()
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]]})
     watch = await store.watch(b"p" * 32, [KEY])
@@ -250,7 +254,7 @@ def test_requests_do_not_wait_in_turn_for_a_server_that_does_not_answer(
         for _ in range(5):
             assert store.exists([KEY]) == 1
         assert num_tries == [1]
-        monkeypatch.setattr(peers, "RETRY_S", 0.0)
+        monkeypatch.setattr(peer_pages, "RETRY_S", 0.0)
         store._silent.clear()
         for _ in range(2):
             assert store.exists([KEY]) == 1

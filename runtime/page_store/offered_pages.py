@@ -1,0 +1,334 @@
+"""The KV pages that a prefill server offers to decode servers.
+
+Each rank of a prefill server keeps the pages of its prompts in memory (`OfferedPages`), and answers the requests of
+decode servers for them (see `transfer_protocol.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+from runtime.errors import ConfigurationError
+from runtime.page_store.protocol import StoreSpace
+from runtime.page_store.transfer_protocol import (
+    ANSWER,
+    BEAT_S,
+    EXISTS,
+    GET,
+    HEAD,
+    KEY_BYTES,
+    MAX_GREETING,
+    MAX_KEYS,
+    PROGRESS,
+    WATCH,
+    PromptState,
+    greeting,
+)
+
+logger = logging.getLogger("penstock.core")
+
+MAX_CONNECTIONS = 512  # maximum number of connections to one rank of a prefill server
+REQUEST_S = 10.0  # seconds in which a decode server must send its greeting, or the rest of a request
+SEND_S = 30.0  # seconds in which one answer must be sent
+IDLE_S = 3600.0  # maximum number of seconds between two requests of a connection
+DEFAULT_GB = 4.0  # memory for the offered pages of a rank, in 10^9 bytes
+MAX_ENDED = 4096  # maximum number of ended prompts that a prefill server remembers
+ENDED_S = 5.0  # seconds for which a prefill server remembers an ended prompt
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """A reader that waits for the pages `keys` of a prompt."""
+
+    prompt: bytes
+    keys: Sequence[bytes]
+    wake: Callable[[], None]  # called on any thread when more pages are there, or the prompt has begun or ended
+    count: int = 0  # number of leading keys that had a page when the reader last looked
+
+
+class OfferedPages:
+    """The pages that one rank of a prefill server offers. If memory is short, the oldest are dropped. A `PageStore`."""
+
+    # The open stores of this process, by address. Decode replicas read them without connections.
+    in_process: ClassVar[WeakValueDictionary[tuple[str, int], OfferedPages]] = WeakValueDictionary()
+
+    def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
+        """Start to listen at the rank's port. If `space.page_bytes` is 0 (a store only for lookups), do not listen.
+
+        Raises `ConfigurationError` if the address cannot be used.
+        """
+        self._pages: OrderedDict[bytes, bytes] = OrderedDict()
+        self._max_bytes = int(float(config.get("max_gb", DEFAULT_GB)) * 10**9)
+        self._num_bytes = 0
+        self._pending: Counter[bytes] = Counter()  # last key of a prompt -> number of requests with this prompt
+        self._ended: OrderedDict[bytes, float] = OrderedDict()  # last key of a prompt -> time at which it ended
+        self._watches: set[Watch] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+        self.greeting = greeting(space)  # names the space of the pages
+        self.num_groups = space.num_groups
+        if space.page_bytes:
+            port = int(config["port"]) + space.group * space.num_ranks + space.rank
+            address = (str(config["host"]), port)
+            try:
+                self._server = _Server(address, self, self.greeting)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"--disaggregation-bootstrap-port: {address[0]}:{address[1]} cannot be used: {error.strerror}."
+                ) from error
+            self._address = address
+            self.in_process[address] = self
+            threading.Thread(target=self._server.serve_forever, name="penstock-offer", daemon=True).start()
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return next((number for number, key in enumerate(keys) if key not in self._pages), len(keys))
+
+    def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes]) -> None:
+        """Record which prompts have arrived, and which have ended so that no more of their pages will come.
+
+        A prompt is named by its last key, which occurs once for each request with this prompt. Also wakes the readers
+        of pages that were stored since the last call.
+        """
+        begun, ended = [*begun], [*ended]
+        named = {*begun, *ended}
+        with self._lock:
+            self._pending.update(begun)
+            for key in ended:
+                self._pending[key] -= 1
+                if self._pending[key] <= 0:
+                    del self._pending[key]
+                self._ended[key] = time.monotonic()
+                self._ended.move_to_end(key)
+            while len(self._ended) > MAX_ENDED:
+                self._ended.popitem(last=False)
+            changed = [
+                watch
+                for watch in self._watches
+                if watch.prompt in named or (watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages)
+            ]
+        for watch in changed:
+            watch.wake()
+
+    @contextlib.contextmanager
+    def watching(self, prompt: bytes, keys: Sequence[bytes], wake: Callable[[], None]) -> Iterator[Watch]:
+        """Call `wake` inside the context, on any thread, when `progress` of the yielded watch changes."""
+        watch = Watch(prompt, keys, wake)
+        with self._lock:
+            self._watches.add(watch)
+        try:
+            yield watch
+        finally:
+            with self._lock:
+                self._watches.discard(watch)
+
+    def progress(self, watch: Watch) -> tuple[int, PromptState]:
+        """Return how many of the leading keys of a watch have a page, and the state of its prompt."""
+        state = self.prompt_state(watch.prompt)  # read first, so that no page of an ended prompt is missed
+        with self._lock:  # `note_prompts` reads the count
+            while watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages:
+                watch.count += 1
+            return watch.count, state
+
+    def prompt_state(self, key: bytes) -> PromptState:
+        """Return the state of a prompt. If it has ended, all its pages that will ever come are here."""
+        with self._lock:
+            if self._closed:
+                return PromptState.ENDED
+            if key in self._pending:
+                return PromptState.PENDING
+            ended_s = self._ended.get(key)
+        if ended_s is None or time.monotonic() - ended_s > ENDED_S:
+            return PromptState.UNKNOWN
+        return PromptState.ENDED
+
+    def pages(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the bytes of the leading pages that are here."""
+        with self._lock:
+            return list(takewhile(lambda page: page is not None, map(self._pages.get, keys)))  # type: ignore[arg-type]
+
+    def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        pages = self.pages([key])
+        return bool(pages) and _spread(memoryview(pages[0]), parts)
+
+    def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
+        page = b"".join(parts)
+        with self._lock:
+            self._num_bytes += len(page) - len(self._pages.pop(key, b""))
+            self._pages[key] = page
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= len(self._pages.popitem(last=False)[1])
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._num_bytes -= len(self._pages.pop(key, b""))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pages.clear()
+            self._num_bytes = 0
+
+    def close(self) -> None:
+        if self._server is not None:
+            self.in_process.pop(self._address, None)
+            self._server.shutdown()
+            self._server.server_close()
+            self._server.close_connections()
+        self.clear()
+        with self._lock:
+            self._closed = True
+            watches = [*self._watches]
+        for watch in watches:
+            watch.wake()
+
+
+def _spread(page: memoryview, parts: Sequence[memoryview]) -> bool:
+    """Copy a page into consecutive buffers. Return False if the page's size differs from the size of all buffers."""
+    if len(page) != sum(len(part) for part in parts):
+        return False
+    start = 0
+    for part in parts:
+        part[:] = page[start : start + len(part)]
+        start += len(part)
+    return True
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], pages: OfferedPages, expected: bytes) -> None:
+        self.pages = pages
+        self.expected = expected
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not sent their greeting, oldest first
+        self.connections: set[socket.socket] = set()
+        self.lock = threading.Lock()
+        super().__init__(address, _Connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a new thread.
+
+        If there are too many connections, the oldest one without a greeting is closed. If all have sent their greeting,
+        the new connection is refused.
+        """
+        with self.lock:
+            if len(self.connections) >= MAX_CONNECTIONS:
+                oldest = next(iter(self.strangers), None)
+                if oldest is None:
+                    logger.warning("A connection to the bootstrap port was refused: %d are open.", MAX_CONNECTIONS)
+                    super().shutdown_request(request)
+                    return
+                del self.strangers[oldest]
+                _shut_down(oldest)
+            self.connections.add(request)
+            self.strangers[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self.connections.discard(request)
+            self.strangers.pop(request, None)
+        super().shutdown_request(request)
+
+    def close_connections(self) -> None:
+        """Close all connections, so that decode servers notice that the pages are not offered any more."""
+        with self.lock:
+            for connection in self.connections:
+                _shut_down(connection)
+
+    def greeted(self, request: socket.socket) -> None:
+        """Record that a connection has sent the right greeting, so its peer is a decode server of the same model."""
+        with self.lock:
+            self.strangers.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("A decode server at %s left.", client_address, exc_info=True)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Shut a connection down. The thread that serves it then ends, and closes the socket."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    server: _Server
+    request: socket.socket
+
+    def handle(self) -> None:
+        """Answer the requests of a decode server. A connection that is too slow ends with TimeoutError."""
+        pages, expected = self.server.pages, self.server.expected
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if _receive(self.request, MAX_GREETING, REQUEST_S, end=b"\n") != expected:
+            self._send(b"other pages\n")
+            return
+        self.server.greeted(self.request)
+        self._send(b"ok %d\n" % pages.num_groups)
+        while first := _receive(self.request, 1, IDLE_S):
+            head = first + _receive(self.request, HEAD.size - 1, REQUEST_S)
+            if len(head) < HEAD.size:
+                return
+            operation, count = HEAD.unpack(head)
+            if operation not in (EXISTS, GET, WATCH) or count > MAX_KEYS:
+                return
+            data = _receive(self.request, count * KEY_BYTES, REQUEST_S)
+            if len(data) < count * KEY_BYTES:
+                return
+            keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
+            if operation == EXISTS:
+                self._send(ANSWER.pack(pages.exists(keys)))
+            elif operation == GET:
+                found = pages.pages(keys)
+                self._send(ANSWER.pack(len(found)))
+                for page in found:
+                    self._send(page)
+            elif keys:
+                self._follow(pages, keys[0], keys[1:])
+
+    def _follow(self, pages: OfferedPages, prompt: bytes, keys: Sequence[bytes]) -> None:
+        """Answer a `WATCH` until all keys have a page or the prompt has ended."""
+        changed = threading.Event()
+        with pages.watching(prompt, keys, changed.set) as watch:
+            while True:
+                count, state = pages.progress(watch)
+                self._send(PROGRESS.pack(count, state))
+                if count == len(keys) or state == PromptState.ENDED:
+                    return
+                changed.wait(BEAT_S)
+                changed.clear()
+
+    def _send(self, answer: bytes) -> None:
+        self.request.settimeout(SEND_S)
+        self.request.sendall(answer)  # the timeout applies to the whole call
+
+
+def _receive(connection: socket.socket, size: int, seconds: float, *, end: bytes | None = None) -> bytes:
+    """Return `size` bytes. Return fewer if the connection ends, or if the data received so far ends with `end`.
+
+    Raises TimeoutError if this takes longer than `seconds`.
+    """
+    data, end_s = bytearray(), time.monotonic() + seconds
+    while len(data) < size and not (end is not None and data.endswith(end)):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        part = connection.recv(min(size - len(data), 1 << 16) if end is None else 1)
+        if not part:
+            break
+        data += part
+    return bytes(data)
