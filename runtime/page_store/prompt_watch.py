@@ -39,7 +39,8 @@ class PromptWatch:
     async def wait(self) -> None:
         """Wait until the progress may have changed, or `BEAT_S` has passed."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), BEAT_S)
+            async with asyncio.timeout(BEAT_S):
+                await self._changed.wait()
         self._changed.clear()
         for each in self._following:
             each.check()
