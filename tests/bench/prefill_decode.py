@@ -30,6 +30,7 @@ from server_process import serving
 
 COMMON = ("--random-seed", "1", "--max-total-tokens", "32768")
 PAUSE_S = 0.05  # between two requests, so that no work of the last one is left
+NUM_OUTPUT = 4  # output tokens of each request
 WARM_UP = 4  # rounds that are not counted
 TRANSFERS = 9  # bare transfers of each size
 # Each form, and the one whose first token is its prefill time. The replicas of one process share its cores.
@@ -50,6 +51,8 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(list(words))
     model = ("--model-path", options.model_path) if options.model_path else ()
     facts = read_facts(options.model_path or str(demo_path()))
+    if (longest := max(options.prompt_tokens) + NUM_OUTPUT) > facts.context_length:
+        model += ("--json-model-override-args", json.dumps({"max_position_embeddings": longest}))
     token_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * 2  # keys and values of two bytes
     with _servers((*COMMON, *model)) as urls:
         rows = asyncio.run(_measure(urls, options.prompt_tokens, options.rounds, token_bytes))
@@ -147,7 +150,7 @@ async def _reached(client: httpx.AsyncClient, url: str) -> None:
 
 async def _first_token(client: httpx.AsyncClient, url: str, ids: Sequence[int]) -> tuple[float, int]:
     """Return the seconds until the first token, and the number of cached prompt tokens."""
-    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_new_tokens": NUM_OUTPUT, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
     began, seconds, num_cached = perf_counter(), 0.0, 0
     async with client.stream("POST", f"{url}/generate", json=body) as answer:
