@@ -133,6 +133,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         return await start_replica(replace(given, model=core.plan.model), core.facts, index)
 
     plan = replicas[0].plan
+    if not plan.media.enabled:  # the loaded language model may refuse media
+        media = None
     if plan.parallel.prefill_replicas:  # replica 0's plan names its own storage; the engine's plan has none
         plan = replace(plan, cache=replace(plan.cache, storage=None, storage_config=given.cache.storage_config))
     logger.info(
@@ -170,7 +172,7 @@ async def _load_media(plan: Plan, facts: ModelFacts) -> MediaPreparer | None:
     try:
         return await anyio.to_thread.run_sync(MediaPreparer.load, plan, facts)
     except CheckpointError as error:
-        if plan.media.reasons.get("enabled") == "as asked":
+        if plan.media.required:
             raise
         logger.warning("Images are refused: %s", error)
         return None

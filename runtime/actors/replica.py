@@ -108,6 +108,19 @@ async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) 
         raise failure from (cause.__cause__ if failure is cause else cause)
 
 
+def _with_refusal(plan: Plan, refusal: str) -> Plan:
+    """Return the plan without media if the loaded model has a reason to refuse them.
+
+    Raises CheckpointError if the user asked for media.
+    """
+    if not refusal:
+        return plan
+    if plan.media.required:
+        raise CheckpointError(f"{refusal} Start with --enable-multimodal false to serve texts.")
+    logger.warning("Images are refused: %s", refusal)
+    return replace(plan, media=replace(plan.media, enabled=False, refusal=refusal.rstrip(".")))
+
+
 async def start_replica(plan: Plan, facts: ModelFacts, index: int) -> Replica:
     """Start the replica with this index. Raises the same errors as `start_replicas`."""
     [replica] = await start_replicas(plan, facts, [index])
@@ -167,6 +180,7 @@ class _ReplicaLoader:
             time.monotonic() - began - lifeline.build_s,
         )
         logger.info("Kernels: %s", worker.kernels_description)
+        self._plan = _with_refusal(plan, worker.media_refusal)
 
     async def finish(self) -> list[Replica]:
         """Size and allocate the KV pools, and create the runner. The runner then owns the worker and its processes.

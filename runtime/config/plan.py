@@ -249,6 +249,8 @@ class MediaPlan(Section):
     cache_bytes: int = 2**30  # host memory for cached vectors of images
     num_threads: int = 2
     fast: bool = True  # use torchvision's image processors if they are available
+    # whether the user asked for media, so that the start must fail if the model cannot take them
+    required: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -284,8 +284,12 @@ def _placeholder(processor: Any, name: str, kind: Kind) -> str:
         except Exception as error:  # a processor may raise anything for the wrong text
             problem = problem or error
             continue
-        if isinstance(expanded.inputs.get("input_ids"), Tensor) and len(expanded.text) >= len(text):
+        ids = expanded.inputs.get("input_ids")
+        if not isinstance(ids, Tensor) or len(expanded.text) < len(text):
+            continue
+        if ids[0].tolist() == processor.tokenizer.real(expanded.text, add_special_tokens=False)["input_ids"]:
             return text
+        problem = problem or ValueError("its token ids are not those of the text that it encodes")
     reason = f" ({problem})" if problem is not None else ""
     raise CheckpointError(f"{name}: {plural} are not supported: it has no placeholder for them{reason}.")
 

@@ -30,7 +30,7 @@ from runtime.config.plan import ExpertPlan, GraphPlan, KernelPlan, LoraPlan, Mod
 from runtime.config.pooling import Pooling
 from runtime.config.resolve.drafts import HEADS
 from runtime.config.resolve.graphs import prompts_of, within
-from runtime.errors import ConfigurationError, EngineFailure
+from runtime.errors import CheckpointError, ConfigurationError, EngineFailure
 from runtime.kv_cache.kinds import PAGED, Specs
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS, by_kind, local_specs
@@ -243,6 +243,7 @@ class ModelWorker:
             self.kernels = compilable(self.kernels)
         self._setup = setup
         self._sharing = self._share_experts(setup)
+        self.media_refusal = ""  # why the served model cannot read vectors of media, although its encoder exists
         self._models = {name: self._load(name, model) for name, model in setup.models.items()}
         self._vocabulary = self._load_vocabulary(setup)
         self._adapters = self._make_adapters(setup)
@@ -509,7 +510,10 @@ class ModelWorker:
 
             decoder = verified(decoder, facts, self.device, plan.context_length)
         if setup.takes_media:
-            decoder.accept_media()
+            try:
+                decoder.accept_media()
+            except CheckpointError as error:
+                self.media_refusal = str(error)
         ring = LayerRing(decoder, decoder.in_host, plan.offload_ahead + 1) if decoder.in_host else None
         return _LoadedModel(setup, source, decoder, ring)
 

@@ -18,6 +18,7 @@ NEED_TORCHVISION = ("kimi_k25", "minicpmv4_6", "minicpmv4_7", "phi4_multimodal")
 REFUSED = {
     "chameleon": "turns images into token ids",
     "git": "has no placeholder",
+    "kosmos-2": "its token ids are not those of the text",
     "instructblip": "also reads the text of the prompt",
     "mllama": "cross-attention",
 }

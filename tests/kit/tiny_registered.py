@@ -48,6 +48,11 @@ MORE_TOKENS: dict[str, Sequence[str]] = {  # special tokens that a processor's c
     "minimax_m3_vl": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
     "ovis2": ("<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
 }
+# Usual special tokens that a processor puts in every prompt, or counts from.
+NEEDED = {
+    "kosmos-2": {"bos_token": "<|im_start|>", "unk_token": "<|endoftext|>"},
+    "paligemma": {"bos_token": "<|im_start|>"},
+}
 UNNAMED = ("blip-2", "cohere_compass")  # tokenizers without an attribute for the image token
 # Model types whose processors are those of another one, or are registered under another name.
 PROCESSORS = {
@@ -64,6 +69,8 @@ _WHOLE = {"longest_edge": 512}
 IMAGES: dict[str, Mapping[str, Any]] = {  # options of image processors
     "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
     "gemma3n": {"size": {"height": 128, "width": 128}},
+    "paligemma": {"image_seq_length": 196},
+    "perception_lm": {"tile_size": 64, "max_num_tiles": 2},
     "qianfan_ocr": {"size": {"height": 448, "width": 448}, "max_patches": 1},
     "smolvlm": {"size": _WHOLE, "max_image_size": _WHOLE, "do_image_splitting": False},
 }
@@ -72,6 +79,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {  # options of processors
     "fast_vlm": {"patch_size": 32, "num_additional_image_tokens": 0, "vision_feature_select_strategy": "full"},
     "gemma3n": {"image_seq_length": 16},
     "idefics2": {"image_seq_len": 64},
+    "perception_lm": {"patch_size": 16},
     "smolvlm": {"image_seq_len": 256},
     "vipllava": {"vision_feature_select_strategy": "default"},
 }
@@ -126,7 +134,8 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
             "num_local_experts": 4,
             "adapter_in_dim": 64,
             "adapter_out_dim": 64,
-        }
+        },
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
     },
     "hy_v4_vl": {"text_config": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1]}}},
     "inkling2": {"text_config": {"unpadded_vocab_size": 400}},
@@ -142,6 +151,20 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
         "text_config": {"rope_parameters": _SECTIONS, "layer_types": ["linear_attention", "full_attention"]}
     },
     "qwen4_exp": _QWEN_3_5,
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": [64, 64], "global_pool": "",
+                           "use_post_transformer_norm": False, "init_values": 0.1, "ref_feat_shape": [4, 4]},
+        },
+        "projector_pooling_ratio": 2,
+    },
+    "glm5_next": {
+        "text_config": {"linear_head_dim": 16, "linear_num_heads": 2, "index_head_dim": 16, "index_n_heads": 2,
+                        "index_topk": 256, "hc_mult": 2, "hc_sinkhorn_iters": 2, "qk_rope_head_dim": 0,
+                        "layer_types": ["linear_attention", "indexed_attention"]},
+        "vision_config": {"projection_intermediate_size": 64},
+    },
     "phi4_multimodal": {"vision_config": {"num_hidden_layers": 3, "image_size": 448, "patch_size": 14}},
     "smolvlm": {"vision_config": {"image_size": 512, "patch_size": 16}},
     "vipllava": {"vision_config": {"num_hidden_layers": 12}},
@@ -215,7 +238,7 @@ def _tokenizer(folder: Path, code: str, model_type: str) -> Any:
         for token_id, token in backend.get_added_tokens_decoder().items()
     }
     config["extra_special_tokens"] = {name: text for name, text in named.items() if model_type not in UNNAMED}
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps({**config, **NEEDED.get(model_type, {})}))
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 

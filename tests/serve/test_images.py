@@ -14,15 +14,17 @@ import pytest
 from PIL import Image
 
 import tiny_seeing
-from runtime.errors import ConfigurationError, EngineFailure, InvalidRequest, Overloaded
+from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, InvalidRequest, Overloaded
 from runtime.media import preparation
 from runtime.media.images import decode_image
 from runtime.media.preparation import MediaPreparer
 from runtime.media.processing import Processors
 from runtime.media_source import MediaSource
+from runtime.models.by_transformers.caches import SequenceCacheDecoder
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler.retraction import Retraction
+from runtime.worker import transformers_check
 from serve import Engine
 from tiny_seeing import FAMILIES, HAS_TORCHVISION, NEEDS_TORCHVISION, Answer, picture, prompt
 
@@ -74,6 +76,34 @@ async def answer(engine: Engine, family: str, numbers: Sequence[int], **fields: 
     [chunk] = await engine.core.submit(request).whole()
     assert chunk.logprobs is not None
     return Answer(chunk.ids, [logprob or 0.0 for logprob, _ in chunk.logprobs.chosen]), chunk.usage.cached
+
+
+@pytest.mark.parametrize("asked", [None, True], ids=["automatic", "asked"])
+async def test_texts_are_served_if_the_language_model_has_no_cache_for_images(
+    asked: bool | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check, failed = transformers_check._check_against_itself, []
+
+    def fails_over_pages(model: Any, *arguments: Any) -> None:
+        if not isinstance(model, SequenceCacheDecoder):
+            failed.append(model)
+            raise CheckpointError("Logits differ.")
+        check(model, *arguments)
+
+    monkeypatch.setattr(transformers_check, "_check_against_itself", fails_over_pages)
+    path, options = tiny_seeing.cached("llava"), {**PLAIN, "model_impl": "transformers"}
+    if asked:
+        with pytest.raises(CheckpointError, match="no cache of this language model can begin with them"):
+            await Engine(path, **options, enable_multimodal=True).start()
+        return
+    async with Engine(path, **options) as engine:
+        assert failed
+        assert [each.getMessage() for each in caplog.records if "Images are refused" in each.getMessage()]
+        found, _ = await answer(engine, "llava", ())
+        assert found.agrees(expected("llava", ()))
+        with pytest.raises(InvalidRequest, match="No images are accepted: .* no cache of this language model"):
+            await answer(engine, "llava", (0,))
+        assert not engine.core.plan.media.enabled
 
 
 def agree(found: Iterable[tuple[Answer, int]], wanted: Iterable[Answer]) -> bool:

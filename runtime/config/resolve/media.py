@@ -29,6 +29,7 @@ def media_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, model:
         MediaPlan,
         enabled=Decision(enabled, reason),
         refusal=Decision(refusal, reason),
+        required=Decision(enabled and args.enable_multimodal is True, reason),
         limits=Decision(_limits(builder), "as asked" if builder.args.changed("limit_mm_per_prompt") else "the default"),
         domains=Decision(tuple(each.lower() for each in args.allowed_media_domains or ()), "as asked"),
         num_threads=builder.follow_or(

@@ -119,8 +119,7 @@ class SequenceCacheDecoder(TransformersDecoder):
     def accept_media(self) -> None:
         if self.style.whole or not self._planned:
             raise CheckpointError(
-                "Images are not supported, because no cache of this language model can begin with them. Start with "
-                "--enable-multimodal false to serve texts."
+                "Images are not supported, because no cache of this language model can begin with them."
             )
         super().accept_media()
 
