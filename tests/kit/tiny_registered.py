@@ -151,6 +151,7 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
         "text_config": {"rope_parameters": _SECTIONS, "layer_types": ["linear_attention", "full_attention"]}
     },
     "qwen4_exp": _QWEN_3_5,
+    "paligemma": {"projection_dim": 64, "vision_config": {"projection_dim": 64}},
     "perception_lm": {
         "vision_config": {
             "architecture": "vit_pe_core_tiny_patch16_384",
