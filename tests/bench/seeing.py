@@ -36,7 +36,6 @@ ASKED: tuple[tuple[int, ...], ...] = ((0,), (), (1, 0))  # the pictures in each 
 CHUNKS = {"chunked_prefill_size": 16, "page_size": 4}  # chunks end inside images
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
 EQUAL, DIFFERS, REFUSED, UNKNOWN = "equal", "differs", "refused", "not tried"
-SLOW: Mapping[str, str] = {}
 # Fields of configurations that transformers cannot make without these.
 BARE = {"vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}}
 # Model types that transformers cannot generate with unless it uses a cache.
@@ -115,8 +114,6 @@ async def outcome(model_type: str, text: Mapping[str, Any] | None = None) -> Out
 
     `text` has further fields of the configuration's text part.
     """
-    if model_type in SLOW:
-        return Outcome(UNKNOWN, SLOW[model_type])
     with TemporaryDirectory(prefix="penstock-seeing-") as folder:
         try:
             if model_type in tiny_seeing.FAMILIES:
