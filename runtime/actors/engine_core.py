@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import anyio
 
 from runtime.actors.adapters import AdapterRegistry
+from runtime.actors.corpora import ExternalCorpora
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.generation_pause import GenerationPause
 from runtime.actors.input_processor import InputProcessor, namespace_of
@@ -82,6 +83,7 @@ class EngineCore:
         shares_pages = plan.cache.host_tier and plan.cache.host_layout != "layer_first"
         self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive, shares_pages=shares_pages)
         observers = [*_observers(plan.observe, self.metrics, traces), *([self.adapters] if plan.lora.enabled else [])]
+        self.corpora = ExternalCorpora(lambda: self._scheduler.alive)
         self.sessions = Sessions(facts.bos_id if tokenizer is None else tokenizer.bos_id)
         self._requests = requests = LiveRequests([*observers, self.sessions])
         self._weights_lock = anyio.Lock()
@@ -100,6 +102,7 @@ class EngineCore:
                 async with self._weights_lock:
                     replica = await start_replica(index)
                 await self.adapters.restore(replica.runner)
+                replica.scheduler.use_corpora(self.corpora.index)
                 return replica
 
             self._scheduler = Router(replicas, start_again, balance, requests, self._detokenizer, self.metrics)

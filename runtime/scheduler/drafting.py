@@ -12,6 +12,7 @@ from runtime.scheduler.request_tables import Running
 from runtime.scheduler.sampling import forbids_ends, is_penalised
 from runtime.sequence import Branch, Sequence
 from runtime.speculative.chain import ChainDrafter
+from runtime.speculative.corpus import LENGTHS, CorpusLookup
 from runtime.speculative.gain import DraftGain
 from runtime.speculative.match_odds import MatchOdds
 from runtime.speculative.model_drafts import ModelDrafter
@@ -56,6 +57,7 @@ class Drafting:
         # Without a draft model, which would propose ids instead of prompt lookup.
         measures = self._gain is not None and not self.by_model
         self._odds = MatchOdds(self._settings.max_window) if measures else None
+        self.corpora = CorpusLookup(MatchOdds(LENGTHS[0]) if measures else None)
         self._num_accepted = 0  # draft tokens accepted in steps that `note_step` has not recorded yet
         self._drafted_before = False  # whether the step that was applied last had draft tokens
         self._cache = cache
@@ -71,7 +73,9 @@ class Drafting:
         lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
         if sequence.constraint is not None and not self._drafts_constraints:
             model = 0
-        looking = NgramDrafter(lookup, self._settings, self._catch_up, self._odds) if lookup else None
+        looking = None
+        if lookup:
+            looking = NgramDrafter(lookup, self._settings, self._catch_up, self._odds, self.corpora)
         asking = ModelDrafter(model, self._topk, self._max_tree) if model else None
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
@@ -86,6 +90,8 @@ class Drafting:
             return proposed
         if self._odds is not None and self._gain is not None:
             self._odds.cost = self._gain.cost(len(self._running))
+            if self.corpora.odds is not None:
+                self.corpora.odds.cost = self._odds.cost
         self._catch_up.left = STEP_TOKENS
         left = self._max_step - num_drafted
         # With a draft model, an equal share for each sequence.

@@ -26,6 +26,7 @@ from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import Running
 from runtime.scheduler.trials import Trials
 from runtime.sequence import Sequence
+from runtime.speculative.corpus import CorpusIndex
 
 STEP_FAILED = "The step that computed this request failed."
 
@@ -97,6 +98,10 @@ class Scheduler:
     def limit_mixed_steps(self, num_tokens: int | None) -> None:
         """Set the maximum number of prompt tokens of a mixed step; longer prompts are cut. None: no limit."""
         self._builder.mixed_limit = num_tokens
+
+    def use_corpora(self, index: CorpusIndex | None) -> None:
+        """Propose draft tokens from these corpora too, from the next step on. None: use no corpora."""
+        self._drafting.corpora.index = index
 
     def note_step_time(self, step_s: float | None) -> None:
         """Set the average time of a decode step in seconds, or None if it is unknown."""

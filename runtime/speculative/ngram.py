@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from runtime.speculative.corpus import CorpusLookup
 from runtime.speculative.match_odds import MatchOdds
 from runtime.speculative.pace import Pace
 from runtime.speculative.suffix_automaton import ROOT, SuffixAutomaton
@@ -56,13 +57,16 @@ class NgramDrafter:
 
     __slots__ = (
         "_catch_up",
+        "_corpora",
         "_first",
+        "_from_corpus",
         "_index",
         "_length",
         "_odds",
         "_pace",
         "_pending",
         "_proposed_length",
+        "_proposed_odds",
         "_settings",
         "_state",
     )
@@ -74,44 +78,57 @@ class NgramDrafter:
         settings: LookupSettings,
         catch_up: CatchUp | None = None,
         odds: MatchOdds | None = None,
+        corpora: CorpusLookup | None = None,
     ) -> None:
-        """Create the drafter. `catch_up` and `odds` are shared by all drafters of a scheduler.
+        """Create the drafter. `catch_up`, `odds` and `corpora` are shared by all drafters of a scheduler.
 
         If `catch_up` is None, only `CATCH_UP_TOKENS` limits a call. If `odds` is None, ids are proposed after every
         match.
         """
         self._odds = odds
+        self._corpora = corpora
         self._pace = Pace(max_drafts)
         self._catch_up = catch_up
         self._settings = settings
         self._index = SuffixAutomaton(settings.max_window + 1)
         self._first = 0  # position in the sequence of the first indexed token
         self._state, self._length = ROOT, 0  # automaton state and length of the n-gram that `_find` found last
+        self._from_corpus = False  # whether the ids that were proposed last come from a corpus
         self._proposed_length = 0  # length of the n-gram after which ids were proposed last
+        self._proposed_odds = odds  # the odds of the proposal: those of this drafter, or those of the corpora
         self._pending: list[int] = []  # the ids that the pending tokens were assumed to have
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
         """Return up to `limit` ids that follow the known `ids` and `num_pending` pending tokens.
 
         Returns [] if there is no match, during a pause, or while known tokens are not indexed yet. The pending tokens
-        are assumed to be the tokens that followed the match.
+        are assumed to be the tokens that followed the match. A match in a corpus is used if it is longer than that in
+        the sequence.
         """
-        if len(ids) < self._pace.resume or not self._extend(ids) or not self._find():
+        if len(ids) < self._pace.resume or not self._extend(ids):
             return []
-        if self._odds is not None and not self._odds.pays(self._length):
+        matches, count = self._find(), min(self._pace.length, limit)
+        if self._corpora is not None and self._corpora.index is not None:
+            length, found = self._corpora.propose(ids, self._length if matches else 0, num_pending, count)
+            if length:
+                self._proposed_length, self._proposed_odds, self._from_corpus = length, self._corpora.odds, True
+                self._pending = found[:num_pending]
+                return found[num_pending:]
+        if not matches or (self._odds is not None and not self._odds.pays(self._length)):
             return []
-        self._proposed_length = self._length
-        found = self._continuation(ids, num_pending + min(self._pace.length, limit))
+        self._proposed_length, self._proposed_odds, self._from_corpus = self._length, self._odds, False
+        found = self._continuation(ids, num_pending + count)
         self._pending = found[:num_pending]
         return found[num_pending:]
 
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
         """Return (number of the replaced draft token, ids) for each alternative to the ids that were proposed last.
 
-        Better alternatives come first. With the proposed ids, they have at most `max_ids` ids in total.
+        Better alternatives come first. With the proposed ids, they have at most `max_ids` ids in total. Ids from a
+        corpus have no alternatives.
         """
         settings, left = self._settings, self._settings.max_ids - len(proposed)
-        if settings.max_breadth == 1 or left <= 0:
+        if settings.max_breadth == 1 or left <= 0 or self._from_corpus:
             return []
         found = self._branches(proposed)[:left]
         if not found:
@@ -125,8 +142,8 @@ class NgramDrafter:
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
         """Record the result of a proposal. `num_known` is the number of known tokens of the sequence."""
         self._pace.note(num_proposed, num_accepted, num_known)
-        if self._odds is not None:
-            self._odds.note(self._proposed_length, num_accepted)
+        if self._proposed_odds is not None:
+            self._proposed_odds.note(self._proposed_length, num_accepted)
 
     def _extend(self, ids: list[int]) -> bool:
         """Index the known tokens, or the next part of a long text. Return True if all known tokens are indexed."""

@@ -28,6 +28,7 @@ from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
 from serve.background import BackgroundTask
 from serve.calls.adapters import adapters_answer, load_adapter, load_adapter_from_tensors
+from serve.calls.corpora import AddCorpusBody, add_corpus, list_corpora, remove_corpus
 from serve.calls.decode import decode
 from serve.calls.generate.answers import GenerateAnswers
 from serve.calls.generate.schema import GenerateBody, requests_of
@@ -664,6 +665,22 @@ class Engine:
     async def continue_generation(self) -> None:
         """Resume generation after `pause_generation`."""
         await resume(self.core)
+
+    async def add_external_corpus(self, **options: Any) -> dict[str, Any]:
+        """Add a corpus of texts, from which NGRAM proposes draft tokens.
+
+        `options` are the fields of `/add_external_corpus`: `corpus_id`, and one of `file_path`, `documents` and
+        `token_chunks`. Returns the answer of this route. Raises `InvalidRequest` if the corpus cannot be used.
+        """
+        return await add_corpus(self.core, decode(AddCorpusBody, options))
+
+    async def remove_external_corpus(self, corpus_id: str) -> dict[str, Any]:
+        """Remove a corpus. Raises `InvalidRequest` if no corpus has this id."""
+        return await remove_corpus(self.core, corpus_id)
+
+    def list_external_corpora(self) -> dict[str, Any]:
+        """Return the answer of `/list_external_corpora`: `corpus_token_counts` maps ids to numbers of tokens."""
+        return list_corpora(self.core)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> dict[str, Any]:
         """Load a LoRA adapter from a folder. A `pinned` adapter is never evicted from host memory or from its slot.

@@ -24,6 +24,7 @@ from serve.http.errors import OPENAI, refusal_response
 from serve.native import (
     adapters,
     admin,
+    corpora,
     encode,
     generate,
     live,
@@ -163,6 +164,9 @@ ROUTES = (  # searched in order, so the most frequent routes come first
     RouteSpec(POST, "/sleep", vllm_control.sleep, ADMIN, OPENAI),
     RouteSpec(POST, "/wake_up", vllm_control.wake_up, ADMIN, OPENAI),
     RouteSpec(GET, "/is_sleeping", vllm_control.is_sleeping, USER, OPENAI),
+    RouteSpec(POST, "/add_external_corpus", corpora.add, ADMIN, corpora.ERROR_FORMAT, takes_ids=True),
+    RouteSpec(POST, "/remove_external_corpus", corpora.remove, ADMIN, corpora.ERROR_FORMAT),
+    RouteSpec(GET, "/list_external_corpora", corpora.list_all, ADMIN, corpora.ERROR_FORMAT),
     RouteSpec(POST, "/load_lora_adapter", adapters.load, ADMIN),
     RouteSpec(POST, "/load_lora_adapter_from_tensors", adapters.load_tensors, ADMIN, takes_tensors=True),
     RouteSpec(POST, "/unload_lora_adapter", adapters.unload, ADMIN),
