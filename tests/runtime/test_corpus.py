@@ -26,7 +26,7 @@ def searched(documents: list[list[int]], ids: list[int], above: int, count: int)
 
 def test_lookup_equals_a_search_through_all_positions() -> None:
     random = Random(1)
-    num_found = dict.fromkeys((0, *LENGTHS), 0)
+    num_found: dict[int, int] = dict.fromkeys((0, *LENGTHS), 0)
     for _ in range(200):
         size = random.choice((2, 4, 200_000))
         documents = [[random.randrange(size) for _ in range(random.randrange(40))] for _ in range(8)]
