@@ -19,7 +19,7 @@ _PHI_3_SMALL = (
 
 # Maps an architecture to the end of a sentence that says why it is refused, and what to use instead.
 REFUSED: Mapping[str, str] = {
-    "DiffusionGemmaForBlockDiffusion": "it generates blocks of tokens by diffusion; use Gemma 4",
+    "DiffusionGemmaForBlockDiffusion": "its text is generated in blocks by diffusion; use Gemma 4",
     "Grok1ForCausalLM": _GROK,
     "Grok1ModelForCausalLM": _GROK,
     "MllamaForCausalLM": _MLLAMA,
