@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -58,6 +59,27 @@ class AdapterSlots:
             unpinned = [each for each in self._slots if each.adapter is not None and not each.adapter.pinned]
             self._closing = min(unpinned, key=lambda each: (each.num_users, each.used), default=None)
         return False
+
+    def must_leave(self, sequence: Sequence, victims: Iterable[Sequence]) -> list[Sequence] | None:
+        """Return the fewest of `victims` without which the sequence's adapter has a slot. None: there are none such.
+
+        `victims` are running sequences that may be retracted.
+        """
+        adapter = sequence.request.adapter
+        if adapter is None or self._slot_of(adapter) is not None or self._free_slot() is not None:
+            return []
+        users: dict[int, list[Sequence]] = {}
+        for victim in victims:
+            if victim.request.adapter is not None:
+                users.setdefault(victim.request.adapter.id, []).append(victim)
+        all_leave = [
+            users[slot.adapter.id]
+            for slot in self._slots
+            if slot.adapter is not None
+            and not slot.adapter.pinned
+            and len(users.get(slot.adapter.id, ())) == slot.num_users
+        ]
+        return min(all_leave, key=len, default=None)
 
     def enter(self, sequence: Sequence) -> int:
         """Return the slot number of a sequence that starts to run: 0 without an adapter.

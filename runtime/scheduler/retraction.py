@@ -34,15 +34,18 @@ class Retraction:
         """Retract running sequences if the most urgent waiting sequence does not fit.
 
         A running sequence may be retracted if the waiting sequence's urgency is higher by more than
-        `preemption_threshold`. The least urgent sequences are retracted first, and among equally urgent sequences the
-        newest.
+        `preemption_threshold`. Sequences whose adapter occupies the slot that the waiting sequence needs are retracted
+        first, then the least urgent ones, and among equally urgent sequences the newest.
         """
         first = next(iter(self._waiting.ordered()), None)
         if first is None or first.num_pending or first in self._cache.held:
             return
         limit = first.urgency - self._plan.preemption_threshold
         victims = [sequence for sequence in reversed(list(self._running)) if sequence.urgency < limit]
-        self._make_room(first, sorted(victims, key=lambda sequence: sequence.urgency))
+        in_slot = self._running.adapters.must_leave(first, victims)
+        if in_slot is not None:  # otherwise another waiting sequence would get the row that becomes free
+            victims.sort(key=lambda sequence: (sequence not in in_slot, sequence.urgency))
+            self._make_room(first, victims, at_least=len(in_slot))
 
     def share(self) -> None:
         """Retract sequences of the owners (clients) with the largest shares, if an owner with a smaller share waits.
@@ -71,8 +74,8 @@ class Retraction:
         victims.sort(key=lambda sequence: owners.of(sequence.request.owner), reverse=True)
         self._make_room(first, victims)
 
-    def _make_room(self, first: Sequence, victims: list[Sequence]) -> None:
-        """Retract `victims` in order until the waiting sequence `first` fits.
+    def _make_room(self, first: Sequence, victims: list[Sequence], at_least: int = 0) -> None:
+        """Retract `victims` in order until the waiting sequence `first` fits, and `at_least` this number of them.
 
         If it would not fit even without all victims, none is retracted.
         """
@@ -85,7 +88,7 @@ class Retraction:
         lacking += sum(estimate.pages_ahead(sequence, size) for sequence in self._running)
         num_rows, chosen = self._running.tables.num_free, []
         for victim in victims:
-            if lacking <= 0 and num_rows:
+            if lacking <= 0 and num_rows and len(chosen) >= at_least:
                 break
             chosen.append(victim)
             num_rows += 1

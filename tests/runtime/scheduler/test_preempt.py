@@ -312,3 +312,21 @@ def test_no_row_is_freed_for_a_client_whose_adapter_has_no_slot():
     drive.run()
     assert drive.scheduler.num_retracted <= 1
     assert all(drive.output(each) == drive.expected(each) for each in [*heavy, light])
+
+
+@pytest.mark.parametrize("of_adapter", [0, 50])
+def test_the_urgent_interrupt_those_whose_adapter_has_the_slot_that_they_need(of_adapter: int):
+    """One slot is used by a sequence of urgency `of_adapter`; a sequence without an adapter has most of the pages."""
+    drive = Drive(make_plan(priorities=True, adapter_slots=1), num_pages=44, page_size=1)
+    first, second = (Adapter(index, f"adapter {index}", "") for index in (1, 2))
+    small = make_sequence([1] * 3, max_new_tokens=8, adapter=first, urgency=of_adapter)
+    large = make_sequence([2] * 12, max_new_tokens=18)
+    drive.add(small, large)
+    drive.step()
+    urgent = make_sequence([3] * 20, max_new_tokens=2, adapter=second, urgency=50)
+    drive.add(urgent)
+    drive.run(max_steps=60)
+    assert drive.scheduler.num_retracted == (2 if of_adapter == 0 else 1)
+    ends = [delta.request_id for delta in drive.deltas if delta.finish is not None]
+    assert ends.index(urgent.request.id) == (0 if of_adapter == 0 else 1)
+    assert all(drive.output(each) == drive.expected(each) for each in (small, large, urgent))
