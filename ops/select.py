@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ops.cpp.kernel_launcher import KernelLauncher
 
 PREFILL = "prefill_attention"  # key in `choices` for the attention backend of rows with several tokens
-DRAFTS = "draft_attention"  # key in `choices` that says that the same backend computes rows with draft tokens
+DRAFTS = "draft_attention"  # key in `choices`; if it exists, the prefill backend also computes rows with draft tokens
 
 # operation -> (fields of `Kernels` that a backend file provides, names of the backend files)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -136,7 +136,7 @@ def select(
     """Return the kernels for `choices`, which maps operations to backend files: {"attention": "with_triton"}.
 
     The default of each operation is "native". If `choices` has "prefill_attention", this attention backend computes the
-    rows with several tokens. Rows with draft tokens are among them only if "draft_attention" is the same backend.
+    rows with several tokens. It also computes rows with draft tokens if `choices` has "draft_attention".
     `settings` maps backend files to keyword arguments of the backend. Raises ValueError for an unknown operation or
     backend, and `ops.cpp.build.BuildError` if the C++ kernels cannot be compiled.
     """

@@ -1,6 +1,7 @@
 """Attention with two backends: one for decode rows (one token), and one for prefill rows (several tokens).
 
-Rows with draft tokens are decode rows too, so that their tokens equal those of plain decoding, or else prefill rows.
+By default, the decode backend also computes rows with draft tokens, so that their tokens equal those of plain decoding.
+Optionally, the prefill backend computes them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Part(NamedTuple):
 def hybrid(decode: Attend, prefill: Attend, *, drafts_by_prefill: bool = False) -> Attend:
     """Return an `attend` (see `ops.attention`) with `decode` for rows of one token and `prefill` for longer rows.
 
-    `drafts_by_prefill` says which of the two computes rows with draft tokens. It must be set if `decode` computes rows
-    of one token only.
+    With `drafts_by_prefill`, `prefill` also computes rows with draft tokens; otherwise `decode` does. It must be set if
+    `decode` supports only rows of one token.
     """
 
     def attend(

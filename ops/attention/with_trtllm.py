@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 
 
 class Workspace:
-    """Memory of the kernels of one engine, allocated at first use."""
+    """Scratch memory for the kernels of one engine, allocated on first use."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None

@@ -19,8 +19,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 TRITON_GROUPS = (16, 32, 64, 128)
 CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
 SMALLEST_SCALE = 1e-12  # scale of a row that contains only zeros
-FACTORED_ROWS = 4096  # number of rows whose scales are factored at a time
-FACTORED_ERROR = 2.0**-20  # largest relative error of a factored scale; rounding in float32 causes at most 2 ** -22
+FACTORED_ROWS = 4096  # number of rows whose scales `factor_scales` processes at a time
+FACTORED_ERROR = 2.0**-20  # maximum relative error of `factor_scales`; rounding in float32 causes at most 2 ** -22
 ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
 
 
@@ -151,10 +151,11 @@ def fits_triton(weight: GroupedWeight | GroupForm) -> bool:
 
 
 def factor_scales(scales: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return float8 numbers (e4m3) [..., G] and float32 factors of rows [...], whose products are the scales [..., G].
+    """Factor scales [..., G] into float8 numbers (e4m3) [..., G] and one float32 factor per row [...].
 
-    NVFP4 has such scales. The products are exact except for rounding in float32. Returns None for other scales. A
-    row's factor is the quotient of its largest scale and one of the 8 mantissas of e4m3, with the largest exponent.
+    The product of number and factor equals the scale, except for rounding in float32. The scales of NVFP4 can be
+    factored. Returns None for scales that cannot. For each row, the function tries 8 factors: those that map the row's
+    largest scale to one of the 8 mantissas of e4m3 with the largest exponent.
     """
     groups = scales.shape[-1]
     rows = scales.detach().float().reshape(-1, groups)

@@ -33,11 +33,11 @@ def add_step(
     both = codes.to(tl.uint32)
     numbers = tl.interleave(both & 15, both >> 4)  # [LINES, STEP]
     if FLOATING and step > SHORT_STEP:
-        # The product shifts a code by 28 and by 22 bits. The mask keeps its sign and the other 3 bits. These are the
-        # bits of value * 2 ** -126 in float32, exact also for subnormals.
+        # The product shifts a code by 28 and by 22 bits. The mask keeps its sign and the other 3 bits. The result is
+        # the float32 number value * 2 ** -126, exact also for subnormals.
         numbers = ((numbers * 0x10400000) & 0x81C00000).to(tl.float32, bitcast=True)
     elif FLOATING:
-        # These are the bits of value * 2 ** -14 in float16. The numbers are not subnormal in float32.
+        # Build the float16 number value * 2 ** -14. In float32, it is not subnormal.
         numbers = ((numbers & 7) << 9 | (numbers & 8) << 12).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         # These are the bits of 2 ** 23 + number in float32, which is exact, and faster than a conversion.
@@ -46,7 +46,7 @@ def add_step(
     places, is_group = (inputs // GROUP)[None, :], is_line[:, None] & (inputs < IN)[None, :]
     scale = tl.load(scales[:, None] + places, mask=is_group, other=0)  # [LINES, groups]
     if FLOAT8_SCALES:
-        # These are the bits of the float8 number * 2 ** -8 in float16.
+        # Build the float16 number scale * 2 ** -8.
         scale = ((scale.to(tl.int16) & 0x80) << 8) | ((scale.to(tl.int16) & 0x7F) << 7)
         scale = scale.to(tl.float16, bitcast=True).to(tl.float32)
     elif scale.dtype == tl.uint8:

@@ -1,13 +1,16 @@
 """Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
 4-bit weights are integers or e2m1 numbers, with one scale per group of inputs (`ops/matmul/grouped.py`). A byte has two
-of them, the first in its lower half. Scales of e2m1 numbers are multiplied by a factor of their row: the scales of
-NVFP4 are then float8 numbers (e4m3), and those of MXFP4 are exponents, of one byte each. The factor multiplies the
-product. If x is in float32, the sum of a group's products
-is multiplied by the scale. If x has 16 bits, each weight is multiplied by its scale in float32 and then rounded, so
-that an iteration of the main loop can read several groups (`triton_four_bits.py`). 8-bit weights are integers with one
-scale per output. x is never rounded. `triton_float8.py` computes products with float8 weights, and torch computes
-products with other weights.
+4-bit codes, the first in its lower half. Scales of e2m1 numbers are stored without a common factor of their row, so
+that they fit into one byte: as float8 numbers (e4m3) for NVFP4, and as exponents for MXFP4. The kernel multiplies each
+output by its row's factor.
+
+If x is in float32, the kernel multiplies the sum of a group's products by the scale. If x has 16 bits, it multiplies
+each weight by its scale in float32 and then rounds it, so that an iteration of the main loop can read several groups
+(`triton_four_bits.py`).
+
+8-bit weights are integers with one scale per output. x is never rounded. `triton_float8.py` computes products with
+float8 weights, and torch computes products with other weights.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -39,11 +42,11 @@ class Parts(NamedTuple):
     # 4-bit codes: [O, I / 2], uint8 (integers) or float4 (e2m1). 8-bit codes: [O, I], int8 or float8 (e4m3).
     # Experts have an additional first dimension.
     codes: Tensor
-    # [O, G] or [O, 1]. float32, or float8 (e4m3): the scales times 2 ** 8, or uint8: exponents of powers of two plus
-    # 127 or, for e2m1 codes, plus 253.
+    # [O, G] or [O, 1], in one of three dtypes. float32: the scales. float8 (e4m3): the scales times 2 ** 8. uint8: the
+    # exponents of powers of two, plus 127 or, for e2m1 codes, plus 253.
     scales: Tensor
     shifts: Tensor | None = None  # float32 [O, G]
-    # float32 [O], by which all scales of a row are multiplied; for e2m1 codes. The scales of a row are then at most 2.
+    # float32 [O], set for e2m1 codes: the row's factor, by which its stored scales (at most 2) must be multiplied.
     factors: Tensor | None = None
 
 
@@ -76,7 +79,7 @@ def pack(parts: Parts) -> Any:
 
 
 def as_bytes(scales: Tensor) -> Tensor:
-    """Return float8 scales as uint8, because older GPUs lack that type; other scales unchanged."""
+    """Return float8 scales as uint8, because older GPUs lack float8. Return other scales unchanged."""
     return scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales
 
 

@@ -14,7 +14,7 @@ from ops.matmul.grouped import E2M1, GroupedWeight
 
 ALIGNMENT = 256  # alignment of each part in memory, in bytes
 MXFP4_GROUP = 32  # inputs per scale of MXFP4
-ONE = 127  # exponent of a power of two that is 1, plus its bias
+ONE = 127  # stored exponent of the scale 1: 0 plus the bias
 
 
 class FusedWeight(Tensor):
@@ -36,14 +36,14 @@ class FusedWeight(Tensor):
 
 
 class Fp4(NamedTuple):
-    """E2m1 numbers with one scale per group of inputs, and no layout of any library yet."""
+    """E2m1 weights with one scale per group of inputs, before they are put into a library's layout."""
 
     codes: Tensor  # uint8 [X, O, I / 2], two per byte, the first in the lower half
     scales: Tensor  # uint8 [X, O, I / G]: exponents plus 127 (MXFP4)
 
 
 def fuse(shape: Sequence[int], parts: Sequence[Tensor]) -> Any:
-    """Return a weight of this shape. Its parts are copied into one block of memory, which new weights can overwrite."""
+    """Return a weight of this shape. The parts are copied into one block of memory, which new weights can overwrite."""
     sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
     memory, first, views = torch.empty(sum(sizes), dtype=torch.uint8, device=parts[0].device), 0, []
     for part, size in zip(parts, sizes, strict=True):
@@ -80,7 +80,7 @@ def padded(weight: Fp4, num_rows: int, num_inputs: int) -> Fp4:
 
 
 def halves(gate_up: Fp4) -> tuple[Fp4, Fp4]:
-    """Return the weights of the gate and of `up`."""
+    """Split a weight into those of the gate (the first half of the rows) and of `up`."""
     gate, up = (Fp4(*parts) for parts in zip(*(each.chunk(2, dim=1) for each in gate_up), strict=True))
     return gate, up
 
@@ -91,7 +91,7 @@ def padded_bias(bias: Tensor | None, num_rows: int) -> Tensor | None:
 
 
 def clamped_swiglu(num_experts: int, device: torch.device) -> Tensor:
-    """Return the slope, the addend of `up` and the limit of gpt-oss's activation, float32 [3, X].
+    """Return the slope, the addend and the limit of gpt-oss's activation for each expert, float32 [3, X].
 
     The kernels compute min(g, limit) * sigmoid(slope * min(g, limit)) * (clamp(u, -limit, limit) + addend).
     """

@@ -12,9 +12,9 @@ from ops.moe import Mixture
 
 
 def pack_blocks(gate_up: GroupedWeight, down: GroupedWeight) -> Mixture | None:
-    """Return float8 weights with one scale per block, `up` first, or None for other weights.
+    """Return float8 weights with one scale per block, `up` first. Return None for weights in other formats.
 
-    A block must not have rows of `up` and of the gate.
+    Also returns None if a block has rows of both `up` and the gate.
     """
     swapped_rows = gate_up._replace(codes=swapped(gate_up.codes), scales=swapped(gate_up.scales))
     first, second = _pack(swapped_rows), _pack(down)

@@ -97,7 +97,7 @@ def _prepare_mxfp4(mixture: GroupedMixture) -> Mixture:
 
 
 def _interleaved(weight: Fp4) -> tuple[Tensor, Tensor]:
-    """Return codes and scales in the layout of FlashInfer's mixed products for Hopper, which its version decides."""
+    """Return codes and scales in the installed FlashInfer's layout for mixed-input products on Hopper."""
     library = import_module("flashinfer.fused_moe")
     codes = library.interleave_moe_weights_for_sm90_mixed_gemm(weight.codes.contiguous(), "fp4")
     scales = library.interleave_moe_scales_for_sm90_mixed_gemm(weight.scales.contiguous())

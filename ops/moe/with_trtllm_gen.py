@@ -1,9 +1,9 @@
 """Mixtures of experts with TensorRT-LLM's fused kernels for Blackwell, through FlashInfer.
 
 Written for flashinfer-python 0.6.13 and 0.7.2. The kernels compute experts in MXFP4, with inputs in bfloat16 or rounded
-to MXFP8 (e4m3 with a power of two per 32 inputs), and in float8 with one scale per block of 128 x 128 numbers. In their
-weights, a row of `up` comes before the row of the gate: alternately in MXFP4, and as halves in float8. Routing weights
-are rounded to bfloat16. Triton kernels compute the routing.
+to MXFP8 (e4m3 with a power of two per 32 inputs), and in float8 with one scale per block of 128 x 128 numbers. In MXFP4
+weights, rows of `up` and of the gate alternate, beginning with `up`. In float8 weights, all rows of `up` come before
+those of the gate. Routing weights are rounded to bfloat16. Triton kernels compute the routing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ops.moe.up_first import pack_blocks
 from ops.moe.with_triton import prepare_experts, route
 
 MULTIPLE = 256  # sizes of MXFP4 experts are padded to a multiple of this
-EPILOGUE_TILE = 128  # rows of a tile of the kernels, which FlashInfer's functions for their layout take
-RENORMALIZE = 1  # FlashInfer's `RoutingMethodType`. The kernels get chosen experts, so that it changes no result
+EPILOGUE_TILE = 128  # rows of the kernels' output tiles; an argument of FlashInfer's layout functions
+RENORMALIZE = 1  # a `RoutingMethodType` of FlashInfer; without effect, because the experts are already chosen
 ACTIVATIONS = ("silu", "clamped_swiglu")
 
 
@@ -78,15 +78,14 @@ def _prepare_mxfp4(mixture: GroupedMixture) -> Mixture:
 
 
 def _alternate(one: Tensor, other: Tensor) -> Tensor:
-    """Return the rows [X, F, ...] of both tensors in turn, [X, 2F, ...]."""
+    """Interleave the rows of two tensors [X, F, ...]. Return [X, 2F, ...], beginning with a row of `one`."""
     return torch.stack((one, other), dim=2).flatten(1, 2)
 
 
 def _shuffled(weight: Fp4) -> tuple[Tensor, Tensor]:
     """Return codes and scales in the order in which the kernels read them.
 
-    Both have the same shapes as before. The rows of all experts are shuffled in one call: a tile never has rows of two
-    experts.
+    The shapes do not change. One call shuffles the rows of all experts, because no tile has rows of two experts.
     """
     library = import_module("flashinfer")
     codes, scales = (each.flatten(0, 1) for each in weight)
@@ -96,7 +95,7 @@ def _shuffled(weight: Fp4) -> tuple[Tensor, Tensor]:
 
 
 def _shuffled_bias(bias: Tensor) -> Tensor:
-    """Return a bias [X, O] in float32, in the order of shuffled rows."""
+    """Return a bias [X, O] in float32, with its rows in the order of `_shuffled`."""
     rows = bias.detach().float().reshape(-1, 1)
     return import_module("flashinfer").shuffle_matrix_a(rows, EPILOGUE_TILE).view(bias.shape)
 
@@ -118,7 +117,7 @@ def mix(
     weigh_inputs: bool = False,
     rounds: bool = True,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts. `rounds`: inputs of MXFP4 experts are rounded to MXFP8.
+    """Return the weighted sum of each token's experts. With `rounds`, inputs of MXFP4 experts are rounded to MXFP8.
 
     Raises ValueError for an activation that the kernels lack.
     """
@@ -188,7 +187,7 @@ def _float8(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activ
 
 
 def _of_all(num_experts: int, top_k: int, inner_size: int) -> dict[str, Any]:
-    """Return the arguments for a rank that has all experts, and for experts that are chosen before."""
+    """Return the kernels' arguments for a rank with all experts, and for routing that is already done."""
     return {
         "routing_bias": None,
         "num_experts": num_experts,
@@ -204,7 +203,7 @@ def _of_all(num_experts: int, top_k: int, inner_size: int) -> dict[str, Any]:
 
 
 def make(*, rounds: bool = True) -> dict[str, Any]:
-    """Return the callables of this backend. `rounds`: inputs of MXFP4 experts are rounded to MXFP8."""
+    """Return the callables of this backend. With `rounds`, inputs of MXFP4 experts are rounded to MXFP8."""
     return {
         "route": route,
         "mix": partial(mix, rounds=rounds),

@@ -1,7 +1,7 @@
 """Norm of latent vectors, rotation and cache write of latent attention in one Triton kernel.
 
-The first program of a token computes its key, that is its latent vector and its rotated key. The other programs rotate
-several heads of its queries each.
+Of each token's programs, the first normalises the latent vector, rotates the key and stores both. Each of the others
+rotates several query heads.
 """
 
 # Pyright cannot check the arguments of kernel launches.
