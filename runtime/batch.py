@@ -140,17 +140,17 @@ class Drafts:
 
     @property
     def all_rows(self) -> frozenset[int]:
-        """The rows with draft tokens, and the branches."""
+        """All rows with draft tokens, and all branches."""
         return frozenset([*self.rows.tolist(), *(() if self.branches is None else self.branches.rows.tolist())])
 
 
 class Branches(NamedTuple):
     """The M rows with alternatives to draft tokens (`sequence.Branch`). They have no output of their own.
 
-    Row rows[i] begins at the position of draft token depths[i] of row owners[i]. From this position on, it has its own
-    ids instead of the draft tokens, and its own pages. It samples at each of its positions. If all earlier draft tokens
-    are accepted, and the model samples the branch's first id instead of the draft token, verification continues with
-    the ids of the branch.
+    Row rows[i] begins at the position of draft token depths[i] of row owners[i]. From this position on, the branch has
+    its own ids instead of the draft tokens, and its own pages. It samples at each of its positions. If all
+    earlier draft tokens are accepted and the model then samples the branch's first id, verification continues with the
+    branch's ids.
     """
 
     rows: Ints  # [M], row indices, ascending
@@ -284,7 +284,7 @@ class StepOutput(NamedTuple):
     experts: Collection[
         tuple[int, NDArray[np.int16]]
     ] = ()  # (row, experts chosen for its tokens [N, L, k]) for `Batch.expert_rows`
-    # Row with draft tokens -> the branch that its tokens continue in, as an index into the row's own branches.
+    # Row with draft tokens -> index, among the row's branches, of the branch in which its output continues.
     taken: Mapping[int, int] = MappingProxyType({})
 
 

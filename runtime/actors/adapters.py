@@ -65,7 +65,7 @@ class AdapterRegistry:
     ) -> None:
         """Create the registry of the schedulers that `alive` returns.
 
-        `shares_pages`: KV pages may go to other processes, so the files of an adapter are hashed when it is loaded.
+        With `shares_pages`, KV pages may go to other processes, so an adapter's files are hashed when it is loaded.
         """
         self._plan = plan
         self._shares_pages = shares_pages
@@ -217,7 +217,7 @@ class AdapterRegistry:
                 await self._freed.wait()
 
     def current(self, adapter: Adapter) -> Adapter:
-        """Return the adapter with what is known since it was loaded, such as the digest of its files."""
+        """Return the registered adapter, with facts known only after loading, such as the digest of its files."""
         entry = self._entry(adapter)
         return adapter if entry is None else entry.adapter
 
@@ -440,7 +440,7 @@ def _stamps(adapter: Adapter) -> list[tuple[str, int, int, int]]:
 
 
 def _content(adapter: Adapter, stamps: list[tuple[str, int, int, int]]) -> str:
-    """Return the digest of the adapter's files, or "" if they cannot be read any more or do not have these stamps."""
+    """Return the digest of the adapter's files, or "" if they cannot be read or no longer have these stamps."""
     try:
         digest = adapter_digest(Path(adapter.path))
         if adapter_stamps(Path(adapter.path)) == stamps:

@@ -133,7 +133,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         return await start_replica(replace(given, model=core.plan.model), core.facts, index)
 
     plan = replicas[0].plan
-    if not plan.media.enabled:  # the loaded language model may refuse media
+    if not plan.media.enabled:  # media were turned off after loading, because the language model refuses them
         media = None
     if plan.parallel.prefill_replicas:  # replica 0's plan names its own storage; the engine's plan has none
         plan = replace(plan, cache=replace(plan.cache, storage=None, storage_config=given.cache.storage_config))

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from runtime.actors.scheduler import SchedulerActor
 
 MAX_CORPORA = 64
-MAX_CORPUS_TOKENS = 4_000_000  # maximum number of tokens of a corpus; every document takes one more
-MAX_TOTAL_TOKENS = 10_000_000  # maximum number of tokens of all corpora, which take up to 400 MB
+MAX_CORPUS_TOKENS = 4_000_000  # maximum number of tokens of a corpus; each document counts as one additional token
+MAX_TOTAL_TOKENS = 10_000_000  # maximum number of tokens of all corpora; they take up to 400 MB of memory
 
 
 class ExternalCorpora:
@@ -33,15 +33,15 @@ class ExternalCorpora:
 
     @property
     def token_counts(self) -> dict[str, int]:
-        """The number of tokens of each corpus, by its id."""
+        """The number of tokens of each corpus, by corpus id."""
         return dict(self._counts)
 
     async def add(self, corpus_id: str, read: Callable[[int], Tokens]) -> int:
         """Add a corpus and return its number of tokens.
 
-        On a thread, `read` is called with the maximum number of tokens, and returns the tokens, with `SEPARATOR` after
-        each document. Raises `InvalidRequest` for an id in use and if there are too many corpora; errors of `read` are
-        passed on. After an error or a cancellation, the corpora are unchanged.
+        `read` is called on a thread. It gets the maximum number of tokens, and returns the tokens, with `SEPARATOR`
+        after each document. Raises `InvalidRequest` if the id is in use or there are too many corpora, and the errors
+        of `read`. After an error or a cancellation, the corpora are unchanged.
         """
         async with self._lock:
             if corpus_id in self._corpora:
@@ -66,7 +66,7 @@ class ExternalCorpora:
             del self._counts[corpus_id]
 
     async def _use(self, corpora: dict[str, Tokens]) -> None:
-        """Index `corpora` on a thread. Then let every replica use them instead of the current corpora."""
+        """Index `corpora` on a thread. Then replace the corpora of every replica."""
         index = await anyio.to_thread.run_sync(CorpusIndex, list(corpora.values())) if corpora else None
         self._corpora, self.index = corpora, index
         for actor in self._schedulers():

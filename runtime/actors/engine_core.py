@@ -260,8 +260,8 @@ class EngineCore:
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
         """Abort every request whose label starts with `label`. Return the number of aborted requests.
 
-        With `owner`, only this owner's requests are aborted. With `exact`, only the request with this label is aborted,
-        or the requests of the batch that the client has given this name.
+        With `owner`, only this owner's requests are aborted. With `exact`, the label must be equal: only the request
+        with this label is aborted, or all requests of the batch to which the client has given this name.
         """
         return self._requests.abort_label(label, owner=owner, exact=exact)
 

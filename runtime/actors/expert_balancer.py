@@ -18,7 +18,7 @@ from runtime.experts.balance import balanced
 
 logger = logging.getLogger("penstock.core")
 
-MAX_KEPT = 16  # maximum number of single steps that the algorithms named "vec" balance
+MAX_KEPT = 16  # maximum number of single steps whose loads the "vec" algorithms balance
 
 
 class ExpertBalancer:

@@ -231,8 +231,8 @@ class LiveRequests:
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
         """Abort every request whose label starts with `label`. Return the number of aborted requests.
 
-        With `owner`, only this owner's requests are aborted. With `exact`, only the request with this label is aborted,
-        or the requests of the batch that the client has given this name.
+        With `owner`, only this owner's requests are aborted. With `exact`, the label must be equal: only the request
+        with this label is aborted, or all requests of the batch to which the client has given this name.
         """
         requests = [live.request for live in self if owner is None or live.request.owner == owner]
         if exact:

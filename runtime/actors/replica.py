@@ -65,7 +65,8 @@ STEP_BYTES = 2**24  # bytes that one step can copy to the host tier without dela
 PREFETCH_THRESHOLD = 256  # the page store is not asked if fewer prompt tokens than this are missing from the cache
 HOST_SHARE = 0.9  # the host tier takes at most this share of the free host memory
 
-# Parts of the messages with which PyTorch and CUDA's libraries report too little memory, other than OutOfMemoryError.
+# Substrings of error messages that mean too little memory. PyTorch and CUDA's libraries do not always raise an
+# OutOfMemoryError.
 MEMORY_ERRORS = ("allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 
@@ -109,7 +110,7 @@ async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) 
 
 
 def _with_refusal(plan: Plan, refusal: str) -> Plan:
-    """Return the plan without media if the loaded model has a reason to refuse them.
+    """Return the plan with media turned off if `refusal`, the loaded model's reason to refuse them, is not empty.
 
     Raises CheckpointError if the user asked for media.
     """
@@ -269,7 +270,7 @@ class _ReplicaLoader:
                     min_pages=max(1, int(threshold) // plan.cache.page_size),
                     saves=plan.cache.storage != "decode",
                     loads=plan.cache.storage != "prefill",
-                    # Even if computing is faster, because prompts would delay running requests.
+                    # Fetch prompts even if computing them is faster: computing would delay running requests.
                     prefilled_only=plan.cache.storage == "decode",
                     is_awaited=plan.cache.storage == "prefill",
                 )

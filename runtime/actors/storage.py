@@ -90,8 +90,8 @@ class Storage:
         # Changes in the prompts of a prefill server, to be told to decode servers. None with other stores.
         self._prompts = PromptNotes(tier, scheduler, plan.cache.page_size) if plan.cache.storage == "prefill" else None
         self._prompt_work = asyncio.Event()
-        self._has_saved = False  # whether decode servers have not been told of some saved pages
-        self._watches: set[PromptWatch] = set()  # prompts of prefill servers for which lookups wait
+        self._has_saved = False  # whether some saved pages have not been announced to decode servers
+        self._watches: set[PromptWatch] = set()  # prompts on prefill servers, one for each lookup that waits
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
         self._rested = asyncio.Event()  # set when saves need not pause for steps
@@ -282,10 +282,10 @@ class Storage:
         return wanted.is_current and wanted.first == end
 
     async def _arrivals(self, store: PageStore, wanted: Wanted) -> AsyncGenerator[tuple[int, int]]:
-        """Yield how many of the next wanted pages the store has, and how many after them may still come.
+        """Yield (number of next wanted pages that the store has, number of later pages that may still arrive).
 
-        If a prefill server computes the prompt, go on until it has all pages, stops working on the prompt, or no
-        request needs it.
+        If a prefill server computes the prompt, continue until all its pages are there, the server stops working on the
+        prompt, or no request waits for it.
         """
         keys = wanted.keys[wanted.first :]
         if self._plan.cache.storage != "decode" or not isinstance(store, WatchedStore):

@@ -123,9 +123,9 @@ def _with_speculative_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_new_spellings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` plus the options that old spellings set.
+    """Return `values`, with the options that old spellings set added.
 
-    Raises `ConfigurationError` if such an option has another value.
+    Raises `ConfigurationError` if `values` has another value for such an option.
     """
     meant: dict[str, Any] = {}
     for name, value in values.items():

@@ -14,8 +14,8 @@ class Outcome(StrEnum):
     """The effect of an option."""
 
     WORKS = "works"
-    REFUSED = "refused"  # any value except the default is refused, because of what it needs; help says what to use
-    RENAMED = "renamed"  # an old spelling of a value of another option, whose outcome applies
+    REFUSED = "refused"  # any value except the default is refused, because something that it needs is missing
+    RENAMED = "renamed"  # an old spelling of a value of another option, and has the outcome of that option
     ALWAYS = "always"  # accepted: Penstock always behaves as if the option were set
     INERT = "inert"  # accepted for compatibility without effect; help says so and the log says so once
 
@@ -47,7 +47,7 @@ class OptionSpec:
     other_unit: bool = False  # whether the plan's field has another unit, so that the value cannot be converted back
     if_false_true: tuple[str, str] | None = None  # the option's values if the plan's field is false, and if it is true
     outcome: Outcome = Outcome.WORKS
-    instead: str = ""  # alternative to an option or value that is not supported or refused, such as "use tcp"
+    instead: str = ""  # what to do instead of using an unsupported or refused option or value, such as "use tcp"
     reason: str = ""  # reason for `always`, `inert` and `refused`, as the end of a sentence
     means: tuple[str, Any] | None = None  # name and value of the option that a renamed option sets
     sglang: str = ""  # SGLang's default, if it differs

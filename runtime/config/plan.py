@@ -60,8 +60,8 @@ class ModelPlan(Section):
     offload_gib: int = 0
     offload_group: int = 0
     offload_in_group: int = 1
-    offload_ahead: int = 1  # number of such layers that are copied to the GPU ahead of the layer in use
-    offload_host_bytes: int = 0  # free host memory for such layers of each rank; 0: unknown, or no such layers
+    offload_ahead: int = 1  # number of these layers that are copied to the GPU ahead of the layer in use
+    offload_host_bytes: int = 0  # host memory that each rank may use for these layers; 0: unknown, or there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class CachePlan(Section):
     max_total_tokens: int | None  # maximum number of tokens in the KV cache; None: as many as memory allows
     # Pages of sliding-window layers per page of the other layers; None: one pool for all layers.
     window_ratio: float | None = None
-    # Whether every rank has the same pages, as with latent attention, so that any rank can use the pages of another.
+    # Whether all ranks have equal pages, as with latent attention. A rank can then use the pages of any other rank.
     same_pages: bool = False
     max_states: int | None = None  # maximum number of state slots of recurrent layers; None: as many as memory allows
     pin_share: float = 0.0  # maximum share of the pages that pinned prefixes may take
@@ -170,8 +170,8 @@ class KernelPlan(Section):
     """The kernels: which file implements each operation, and settings for logits and debugging."""
 
     # Maps each operation to the file that implements it: "native", "with_cpp", "with_triton". If the key
-    # "prefill_attention" exists, the file of "attention" computes only rows of one token and, without the key
-    # "draft_attention", rows with draft tokens.
+    # "prefill_attention" exists, its file computes rows of several tokens. If "draft_attention" exists too, the same
+    # file computes rows with draft tokens; otherwise the file of "attention" does.
     choices: Mapping[str, str] = field(default_factory=dict)
     # Replaces `choices` if the C++ kernels do not compile; None: a compile error is raised.
     fallback: Mapping[str, str] | None = None
@@ -249,7 +249,7 @@ class MediaPlan(Section):
     cache_bytes: int = 2**30  # host memory for cached vectors of images
     num_threads: int = 2
     fast: bool = True  # use torchvision's image processors if they are available
-    # whether the user asked for media, so that the start must fail if the model cannot take them
+    # Whether the user asked for media. The start then fails if the model cannot take them.
     required: bool = False
 
 

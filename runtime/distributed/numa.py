@@ -13,7 +13,7 @@ from runtime.errors import ConfigurationError
 
 logger = logging.getLogger("penstock.core")
 
-VARIABLE = "PENSTOCK_NUMA_NODE"  # tells a worker process its node, and how many ranks divide the node's CPUs
+VARIABLE = "PENSTOCK_NUMA_NODE"  # holds a worker process's node, and the number of ranks that share the node
 PREFERRED = 1  # MPOL_PREFERRED of set_mempolicy(2): other nodes are used only when this one is full
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
@@ -48,7 +48,7 @@ def rank_environment(nodes: Sequence[int] | None, index: int, environment: Mappi
 
 
 def bind_worker() -> None:
-    """Bind this worker process as its environment says. Must be called before torch is imported."""
+    """Bind this worker process to the node in its environment. Must be called before torch is imported."""
     node, _, sharing = os.environ.get(VARIABLE, "").partition("/")
     if not node:
         return
@@ -58,7 +58,7 @@ def bind_worker() -> None:
 
 
 def _prefer_memory(node: int) -> bool:
-    """Set the memory policy of this thread, which threads that it starts inherit. Return whether this succeeded."""
+    """Set the memory policy of this thread and of threads that it starts later. Return whether this succeeded."""
     try:
         library = ctypes.CDLL("libnuma.so.1")
     except OSError:

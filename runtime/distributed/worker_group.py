@@ -280,7 +280,7 @@ def start_process(
 
 
 def thread_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment variable that limits the threads of each rank, if ranks use only some cores of a CPU.
+    """Return the environment variable that limits each rank's threads; {} if a rank may use all cores of the CPU.
 
     With more threads than cores, a step would take many times longer. A value that the user has set is kept.
     """

@@ -4,9 +4,9 @@ Additional copies go to the experts with the largest load per copy, one at a tim
 the heaviest first, always to the lightest rank that has a free slot. The hierarchical form first packs groups of
 experts to nodes. DeepSeek's models route each token to few groups, and therefore to few nodes.
 
-The algorithms named "vec" balance single steps and not their sum, as SGLang's do: an additional copy goes to the expert
-that reduces the busiest copy's load the most, summed over the steps. The copies are then dealt to the ranks in the
-order of their load, forwards and backwards in turn.
+As in SGLang, the algorithms named "vec" balance single steps instead of the sum of all steps. An additional copy goes
+to the expert for which it reduces the busiest copy's load the most, summed over the steps. The copies are then dealt to
+the ranks in the order of their load, forwards and backwards in turn.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ def balanced(
 def place_experts(weight: Loads, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Numbers:
     """Return the expert in each slot, [L, num_slots].
 
-    `weight` has the load of each expert, [L, X], or in each step, [S, L, X], for the algorithms named "vec".
+    `weight` has the load of each expert, [L, X], or for the algorithms named "vec" in each step, [S, L, X]. Each node
+    gets whole groups. All nodes have the same number of ranks and of slots.
 
-    Each node has whole groups, an equal number of ranks and of slots. Raises ValueError if `num_groups` does not divide
+    Raises ValueError if `num_groups` does not divide
     the number of experts, `num_nodes` does not divide `num_groups` or `num_ranks`, `num_ranks` does not divide
     `num_slots`, or there are fewer slots than experts.
     """
@@ -127,7 +128,8 @@ def _replicated(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
 def _replicated_by_step(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
     """Like `_replicated`, for the loads of several steps, [S, L, N].
 
-    If no single copy reduces the largest load of a step, the item with the largest load per copy gets it.
+    If an additional copy of no single item reduces the largest load of any step, the item with the largest load per
+    copy gets it.
     """
     _, num_layers, num_items = weight.shape
     exact = weight.astype(np.float64)

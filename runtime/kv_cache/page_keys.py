@@ -53,8 +53,9 @@ def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[byt
 
 
 def is_portable(sequence: Sequence) -> bool:
-    """Return whether other processes can use the pages of this sequence. An adapter's id is valid in this process only;
-    the digest of its files is valid everywhere.
+    """Return whether other processes can use the pages of this sequence.
+
+    The pages of an adapter are portable only if the digest of its files is known: its id is valid in this process only.
     """
     adapter = sequence.request.adapter
     return adapter is None or bool(adapter.content)

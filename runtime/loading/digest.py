@@ -55,7 +55,7 @@ def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return the digest of an adapter's weights and settings. Reads all its files, which blocks.
+    """Return the digest of an adapter's weights and settings. Blocks while it reads all of these files.
 
     Raises OSError if a file cannot be read.
     """

@@ -222,17 +222,17 @@ class StagedWeights:
 
     @property
     def vocabulary_names(self) -> list[str]:
-        """The model's names of the tensors of the embedding and of the LM head."""
+        """Names, in the model, of the tensors of the embedding and of the LM head."""
         layers = (self._model.embedding, self._model.head)
         return sorted({name for layer in layers if layer is not None for name in self._units.get(layer, ())})
 
     @property
     def reads_vocabulary(self) -> bool:
-        """Whether `own_part` can return these tensors."""
+        """Whether `own_part` can return the tensors in `vocabulary_names`."""
         return all(layer is None or _can_recover(layer) for layer in (self._model.embedding, self._model.head))
 
     def own_part(self, name: str) -> Tensor:
-        """Return a whole tensor of the model with this rank's part of the values, and zeros elsewhere.
+        """Return a tensor in its whole shape, with this rank's values, and zeros in place of other ranks' values.
 
         Raises CheckpointError if the values are stored in a form that cannot be converted back.
         """
@@ -243,7 +243,7 @@ class StagedWeights:
         return whole
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the weights of the layers that have these whole tensors, by the model's names."""
+        """Load whole tensors, by their names in the model, into the layers that contain them."""
         for layer, shards in self._units.items():
             present = {name: each for name, each in shards.items() if name in tensors}
             if present:
@@ -255,7 +255,7 @@ class StagedWeights:
         self._scratch = NOTHING
 
     def _current(self, name: str) -> list[Shard]:
-        """Return the shards of this rank's part of a tensor, with its current values."""
+        """Return this rank's shards of a tensor, with their current values."""
         layer = next(layer for layer, shards in self._units.items() if name in shards)
         if not _can_recover(layer):
             raise CheckpointError(

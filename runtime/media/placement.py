@@ -21,13 +21,13 @@ Positions = Callable[[NDArray[np.int64], NDArray[np.int64], Mapping[str, Any]], 
 
 
 class NumberMarks(NamedTuple):
-    """The texts around the number of an image in its text. Some models (MiniCPM-V) number the images of a prompt."""
+    """The texts before and after the number in an image's text. Some models (MiniCPM-V) number a prompt's images."""
 
     start: str
     end: str
 
     def numbered(self, text: str, number: int) -> str:
-        """Return an image's text with another number in place of 0."""
+        """Return an image's text with `number` in place of 0."""
         return text.replace(f"{self.start}0{self.end}", f"{self.start}{number}{self.end}", 1)
 
 
@@ -39,9 +39,9 @@ def expanded(
 ) -> tuple[str, list[int]]:
     """Return the text with every placeholder replaced by its item's text. Also return the items' order in the prompt.
 
-    The n-th placeholder of a kind belongs to the n-th item of this kind. `marks`: the images are numbered. Raises
-    `InvalidRequest` unless there is one placeholder for each item. Placeholders of kinds without items are treated as
-    text.
+    The n-th placeholder of a kind belongs to the n-th item of this kind. With `marks`, images are numbered from 0 in
+    the order of the prompt. Placeholders of kinds without items are treated as text. Raises `InvalidRequest` unless
+    there is one placeholder for each item.
     """
     found: list[tuple[int, Kind]] = []
     kinds: list[Kind] = [kind for kind, _ in items]

@@ -217,7 +217,7 @@ def _same_pages(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
 
 
 def _check_counterparts(builder: PlanBuilder, facts: ModelFacts) -> None:
-    """Refuse options by which the other servers divide the cache of a sequence otherwise than this server."""
+    """Refuse options that say that the other servers divide a sequence's KV cache among ranks in another way."""
     args, parallel = builder.args.disaggregation, builder.args.parallel
     same = "a page travels from a rank to the same rank of the other server, so both need the same"
     groups = parallel.dp_size if parallel.enable_dp_attention else 1

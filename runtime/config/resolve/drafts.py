@@ -21,7 +21,9 @@ DEMO_HEAD = "draft_head"  # folder of the draft head in the demo model's folder
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")  # algorithms with layers that read the model's hidden states
 BY_MODEL = ("STANDALONE", *HEADS)
 ALGORITHMS = ("NGRAM", *BY_MODEL)
-_READERS = {  # option -> the algorithms that read it; of the other options, NGRAM reads those with "ngram" in the name
+# Option -> the algorithms that read it. Of the options that are not listed, NGRAM alone reads those with "ngram" in the
+# name, and all algorithms read the others.
+_READERS = {
     "speculative_token_map": ("EAGLE", "NEXTN"),
     **dict.fromkeys([f"speculative_{name}" for name in ("num_steps", "eagle_topk")], BY_MODEL),
     **dict.fromkeys([f"speculative_draft_model_{name}" for name in ("path", "revision")], BY_MODEL),
@@ -80,7 +82,7 @@ def draft_decisions(
 
 
 def drafts_by_prefill(builder: PlanBuilder, gpu: Gpu | None, decode: str, prefill: str) -> bool:
-    """Return whether the attention backend of prefill computes rows with draft tokens."""
+    """Return whether the prefill attention backend computes rows with draft tokens (--speculative-attention-mode)."""
     is_asked = builder.args.speculative.speculative_attention_mode == "prefill"
     if is_asked and gpu is not None and decode != prefill and not builder.args.graphs.disable_cuda_graph:
         builder.refuse(
@@ -137,7 +139,10 @@ def model_method(builder: PlanBuilder) -> str | None:
 
 
 def _check_used(builder: PlanBuilder) -> None:
-    """Refuse options that no method reads. SGLang's launch lines may name the attention mode without a method."""
+    """Refuse options that no selected method reads.
+
+    The attention mode is accepted without a method, because command lines for SGLang may contain it.
+    """
     for option in (field.name for field in fields(builder.args.speculative)):
         readers = _READERS.get(option, ("NGRAM",) if "ngram" in option else ALGORITHMS)
         is_read = option in ("speculative_algorithm", "speculative_config", "speculative_attention_mode")

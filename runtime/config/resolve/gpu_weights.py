@@ -12,8 +12,11 @@ from runtime.config.quantization import GROUPED, METHODS
 from runtime.config.resolve.plan_builder import PlanBuilder
 
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
-PRECISE = ("flashinfer_mxfp4", "flashinfer_trtllm")  # backends with a precision of the inputs of MXFP4 experts
-BLOCK = [128, 128]  # outputs and inputs of the float8 blocks, with one scale each, of FlashInfer's kernels
+PRECISE = (
+    "flashinfer_mxfp4",
+    "flashinfer_trtllm",
+)  # backends for which the precision of MXFP4 experts' inputs can be selected
+BLOCK = [128, 128]  # outputs and inputs of a float8 block, which has one scale, in FlashInfer's kernels
 
 
 def experts_on_gpu(
@@ -77,8 +80,8 @@ def _format(builder: PlanBuilder, facts: ModelFacts) -> str:
 def expert_activation(facts: ModelFacts) -> str:
     """Return the activation of the model's experts, a name of `ops.activation` or of transformers.
 
-    Models with images have it in their `text_config`. gpt-oss's experts have their own activation, and its hidden_act
-    is not used.
+    In configurations of multimodal models, `text_config` has it. gpt-oss's experts have their own activation; its
+    `hidden_act` is ignored.
     """
     if facts.architecture.startswith("GptOss"):
         return "clamped_swiglu"

@@ -70,10 +70,10 @@ def offload_group(builder: PlanBuilder, device: str, facts: ModelFacts) -> Decis
 
 
 def offload_host_bytes(builder: PlanBuilder, machine: Machine) -> Decision[int]:
-    """Decide how much host memory the layers of each rank may take.
+    """Decide how much host memory the offloaded layers of each rank may take.
 
-    It is decided once, before the ranks start, because a rank may allocate its layers before another measures the free
-    memory.
+    This is decided once, before the ranks start. If each rank measured the free memory itself, a rank might measure
+    after another has allocated its layers.
     """
     args, parallel = builder.args.offload, builder.args.parallel
     if args.cpu_offload_gb <= 0 and args.offload_group_size < 1:

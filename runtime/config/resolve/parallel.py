@@ -204,7 +204,7 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
 
 
 def _check_numa(builder: PlanBuilder, machine: Machine) -> None:
-    """Refuse NUMA nodes that this machine lacks, and another number of nodes than of ranks."""
+    """Refuse NUMA nodes that this machine lacks, and a list whose length is not the number of ranks."""
     args, nodes = builder.args.parallel, builder.args.parallel.numa_node
     if nodes is None:
         return
@@ -249,6 +249,6 @@ def with_torchrun(args: Args, environment: Mapping[str, str]) -> Args:
 
 
 def ranks_here(args: ParallelArgs) -> int:
-    """Return the number of ranks on this machine, of all copies of the model."""
+    """Return the number of ranks on this machine, summed over all replicas of the model."""
     copies = 1 if args.enable_dp_attention else args.dp_size
     return -(-args.tp_size * args.pp_size * copies // args.nnodes)

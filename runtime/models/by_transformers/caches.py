@@ -83,7 +83,7 @@ class SequenceCacheDecoder(TransformersDecoder):
     """Computes rows one by one, each with its own transformers cache."""
 
     def __init__(self, model: Any, *, planned: bool = True) -> None:
-        """`planned` says whether the engine has planned for these caches; only then images are accepted."""
+        """Create the decoder. Images are accepted only if the engine's plan has such caches (`planned`)."""
         nn.Module.__init__(self)
         self._set_model(model)
         self._planned = planned
@@ -147,7 +147,7 @@ class SequenceCacheDecoder(TransformersDecoder):
         return output.last_hidden_state[0], getattr(output, self._past)
 
     def _embedded_row(self, inputs: dict[str, Any], start: int, past: Any) -> tuple[Tensor, Any]:
-        """Compute a row from the arguments of `_embedded`, with the language model alone. `start`: earlier tokens."""
+        """Compute a row with the language model alone, from the result of `_embedded`, after `start` earlier tokens."""
         count = inputs["inputs_embeds"].shape[1]
         if self.style.single and start and count > 1:
             parts = []
@@ -187,10 +187,10 @@ def _is_text(batch: ForwardBatch, tokens: slice) -> bool:
 
 
 def _one_token(inputs: Mapping[str, Any], offset: int) -> dict[str, Any]:
-    """Return the arguments of `_embedded` for one of its tokens."""
+    """Return the result of `_embedded` for one of its tokens."""
     one: dict[str, Any] = {}
     for name, value in inputs.items():
-        if isinstance(value, list):  # vectors that layers add, for the tokens of media only
+        if isinstance(value, list):  # vectors that the first layers add (DeepStack); only tokens of media have them
             mask = inputs["visual_pos_masks"][0]
             first = int(mask[:offset].sum())
             one[name] = [level[first : first + int(mask[offset])] for level in value]

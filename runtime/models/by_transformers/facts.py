@@ -37,8 +37,8 @@ KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 PROMPT_LAYERS = "reference_sliding_attention"  # layers whose window depends on the length of the prompt
 # Multimodal model type -> its text model, which is loaded instead: the whole model needs a vision library.
 TEXT_ONLY = {"gemma3n": "gemma3n_text"}
-# Text models with further embeddings in every layer -> whether media tokens have those of their own ids there. If not,
-# they have those of the padding token.
+# Text models with per-layer embeddings -> the per-layer embeddings of media tokens: those of their own ids (True), or
+# those of the padding token (False).
 LAYER_EMBEDDINGS = {"gemma3n_text": True, "gemma4_text": False}
 # Text models in which the tokens of an image attend to each other in sliding layers only.
 MUTUAL_IN_WINDOWS = frozenset({"gemma4_text", "gemma4_unified_text"})

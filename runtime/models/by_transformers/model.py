@@ -31,7 +31,7 @@ from runtime.models.by_transformers import attention
 from runtime.models.by_transformers.facts import LAYER_EMBEDDINGS, MUTUAL_IN_WINDOWS, model_sizes
 from runtime.models.by_transformers.tower import NUM_AXES
 
-# Argument of models that have experts for images: 1 for tokens of images, and 0 for text.
+# Argument of models with separate experts for images, int [1, T]: 1 for tokens of images, 0 for text.
 VISUAL_TOKENS = "moe_mm_token_type_ids"
 
 
@@ -59,7 +59,7 @@ def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
 
 
 def check_row_values(batch: ForwardBatch) -> None:
-    """Raise `RuntimeError` for values of rows that transformers' modules ignore. Hooks apply adapters."""
+    """Raise `RuntimeError` if rows have values that the model ignores: all except adapters, which hooks apply."""
     if not batch.row_values.keys() <= {ADAPTER}:
         raise RuntimeError("A model run by transformers reads no values of rows but adapters.")
 
@@ -82,9 +82,11 @@ class TransformersDecoder(Decoder):
         self.num_adapted: int | None = None  # number of tokens of this call; None: every token has the adapter
         self.row_values = (ADAPTER,)
         rope: Any = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-        # Axes of positions before the three of media. They have the index of each token (HunYuan-VL).
+        # Number of position axes before the three media axes. On them, a token's position is its index (HunYuan-VL).
         self._more_axes = max(0, len(rope.get("mrope_section") or ()) - NUM_AXES)
-        self._visual_ids: Tensor | None = None  # ids of text around images, for models with experts for images
+        self._visual_ids: Tensor | None = (
+            None  # ids of the tokens that begin and end media; None: no experts for images
+        )
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
         self.pooler = Pooler()
@@ -173,7 +175,7 @@ class TransformersDecoder(Decoder):
         return {"inputs_embeds": embeds[None], "position_ids": positions, **more}
 
     def _layer_embeddings(self, ids: Tensor, mask: Tensor | None) -> dict[str, Any]:
-        """Return the argument with the embeddings of tokens in every layer, if the model has such embeddings."""
+        """Return the argument with the per-layer embeddings of the tokens; {} if the model has none."""
         model = self._language_model()
         if not getattr(model.config, "hidden_size_per_layer_input", 0):
             return {}
@@ -233,8 +235,8 @@ class _Output(BaseModelOutputWithPast):
 class PagedAttention:
     """Attention over the paged cache. The n-th attention call of a forward pass uses cache layer n.
 
-    Keys and values of one layer have the same head size. The shorter ones are padded with zeros, which do not change
-    scores.
+    If keys and values of a layer have different head sizes, the shorter ones are padded with zeros, which do not change
+    the scores.
     """
 
     def __init__(self, kernels: Kernels, facts: ModelFacts) -> None:

@@ -30,11 +30,11 @@ _PLAIN = frozenset(
 )  # fmt: skip
 # Results of processors that are passed to a body with arbitrary keyword arguments.
 _PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "second_per_grid_ts"})
-# Results of processors that a body takes under another name.
+# Result of a processor -> the name under which a body takes it.
 _RENAMED = {"pixel_values_images": "pixel_values"}
-# Ends of the names of processors' results from which positions are computed.
+# Suffixes of the names of those results of processors from which positions are computed.
 GRIDS = ("grid_thw", "grid_hws", "second_per_grid_ts", "target_sizes", "target_sizes_videos")
-TEXT = 0  # type of tokens of text
+TEXT = 0  # media type of text tokens
 SLIDING = "sliding_attention"  # kind of layer
 NUM_AXES = 3  # time, height and width
 
@@ -71,7 +71,7 @@ class _Unknown(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The vectors of all tokens, [V, E]. They share memory."""
+        """The vectors of all tokens, [V, E]: one row of NaN, expanded."""
         return self.row.expand(max(self.num_embeddings, 1), -1)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class _Recorder(nn.Module):
         return None
 
     def get_per_layer_inputs(self, *_: Any, **__: Any) -> None:
-        """Return None, because the language model computes these embeddings from the tokens that it is given."""
+        """Return None. The language model computes these embeddings later, from its token ids."""
         if self.config.model_type not in LAYER_EMBEDDINGS:
             raise ValueError("its language model also reads embeddings of its own in every layer.")
 
@@ -207,9 +207,8 @@ class MediaTower(nn.Module):
     def positions(self, token_ids: NDArray[np.int64], types: NDArray[np.int64], grids: Mapping[str, Tensor]) -> Any:
         """Return the positions of a prompt on three axes, int64 [3, T].
 
-        Further axes before these three must have the index of each token; else ValueError is raised.
         `types` [T] is the media type of each token (0: text). `grids` has the sizes of all images and videos, under
-        `grid_names`.
+        `grid_names`. Raises ValueError if the model has further axes whose positions are not the tokens' indices.
         """
         ids = torch.from_numpy(token_ids)[None]
         kinds = torch.from_numpy(types)[None]
