@@ -63,7 +63,7 @@ class Adapter(NamedTuple):
     name: str
     path: str  # folder on this machine
     pinned: bool = False  # whether it keeps its device slot and is not evicted from host memory
-    content: str = ""  # digest of its files, equal on all servers; "" if no other process may use its KV pages
+    content: str = ""  # digest of its files, equal on all servers; "": no other process may use its KV pages
 
 
 class Service(NamedTuple):
@@ -135,7 +135,7 @@ class Request:
     on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; set only by callers in this process
     counted: bool = True  # whether metrics count the request; False for health checks
     label: str = field(default_factory=lambda: uuid4().hex)
-    batch: str | None = None  # the client's name for the whole call, if `label` is this name with a number
+    batch: str | None = None  # the client's name for a batch of requests; `label` is then this name with a number
     owner: str = ""
     caller: Caller = ANONYMOUS
     id: int = field(default_factory=lambda: next(_request_ids))

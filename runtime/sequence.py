@@ -22,8 +22,8 @@ class Branch(NamedTuple):
     and its tokens are the same as without draft tokens.
 
     If the model samples the branch's first token instead of the trunk's draft token, the output continues in the
-    branch. The branch's pages have all tokens from their first position on, so they replace those of the trunk
-    (`Running.take_branch`). A sequence with branches is therefore in one step at a time.
+    branch. The branch's pages then replace the trunk's pages from the same position on (`Running.take_branch`). A
+    sequence with branches is therefore in one step at a time.
     """
 
     depth: int  # number (from 1) of the draft token that the branch's first token replaces
@@ -109,7 +109,9 @@ class Sequence:
         self.drafter: NgramDrafter | ModelDrafter | ChainDrafter | None = (
             None  # None: rows of this sequence never have draft tokens
         )
-        self.branches: list[Branch] = []  # alternatives to the draft tokens in flight; their pages are its own too
+        self.branches: list[
+            Branch
+        ] = []  # alternatives to the draft tokens in flight; the sequence also owns their pages
         self.draft_counts: DraftCounts | None = None  # None: no draft tokens of this sequence were verified
         # Number of results in flight to ignore, the oldest first: their tokens were forced after the launch.
         self.num_superseded = 0

@@ -43,8 +43,8 @@ REQUEST_S = 10.0  # seconds in which a decode server must send its greeting, or 
 SEND_S = 30.0  # seconds in which one answer must be sent
 IDLE_S = 3600.0  # maximum number of seconds between two requests of a connection
 DEFAULT_GB = 4.0  # memory for the offered pages of a rank, in 10^9 bytes
-MAX_ENDED = 4096  # maximum number of ended prompts that a prefill server remembers
-ENDED_S = 5.0  # seconds for which a prefill server remembers an ended prompt
+MAX_ENDED = 4096  # maximum number of ended prompts that are remembered
+ENDED_S = 5.0  # seconds for which an ended prompt is remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class Watch:
 
     prompt: bytes
     keys: Sequence[bytes]
-    wake: Callable[[], None]  # called on any thread when more pages are there, or the prompt has begun or ended
+    wake: Callable[[], None]  # called on any thread after more pages arrive, or the prompt begins or ends
     count: int = 0  # number of leading keys that had a page when the reader last looked
 
 
@@ -77,7 +77,7 @@ class OfferedPages:
         self._closed = False
         self._lock = threading.Lock()
         self._server: _Server | None = None
-        self.greeting = greeting(space)  # names the space of the pages
+        self.greeting = greeting(space)  # a decode server must send this line first
         self.num_groups = space.num_groups
         if space.page_bytes:
             port = int(config["port"]) + space.group * space.num_ranks + space.rank
@@ -99,8 +99,8 @@ class OfferedPages:
     def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes]) -> None:
         """Record which prompts have arrived, and which have ended so that no more of their pages will come.
 
-        A prompt is named by its last key, which occurs once for each request with this prompt. Also wakes the readers
-        of pages that were stored since the last call.
+        A prompt is named by the key of its last full page. If several requests have the same prompt, its key occurs
+        once for each of them. Also wakes the readers of pages that were stored since the last call.
         """
         begun, ended = [*begun], [*ended]
         named = {*begun, *ended}
@@ -124,7 +124,7 @@ class OfferedPages:
 
     @contextlib.contextmanager
     def watching(self, prompt: bytes, keys: Sequence[bytes], wake: Callable[[], None]) -> Iterator[Watch]:
-        """Call `wake` inside the context, on any thread, when `progress` of the yielded watch changes."""
+        """Yield a watch. Inside the context, `wake` is called on any thread when the watch's `progress` changes."""
         watch = Watch(prompt, keys, wake)
         with self._lock:
             self._watches.add(watch)
@@ -143,7 +143,7 @@ class OfferedPages:
             return watch.count, state
 
     def prompt_state(self, key: bytes) -> PromptState:
-        """Return the state of a prompt. If it has ended, all its pages that will ever come are here."""
+        """Return the state of a prompt. If it has ended, no more of its pages will come."""
         with self._lock:
             if self._closed:
                 return PromptState.ENDED
@@ -251,7 +251,7 @@ class _Server(socketserver.ThreadingTCPServer):
                 _shut_down(connection)
 
     def greeted(self, request: socket.socket) -> None:
-        """Record that a connection has sent the right greeting, so its peer is a decode server of the same model."""
+        """Record that a connection has sent a valid greeting: its peer is a decode server with the same model."""
         with self.lock:
             self.strangers.pop(request, None)
 

@@ -31,9 +31,9 @@ from runtime.page_store.transfer_protocol import (
 
 logger = logging.getLogger("penstock.core")
 
-RETRY_S = 10.0  # if a prefill server does not answer in time, a decode server sends it no request for this long
-PAGES_AT_ONCE = 64  # maximum number of pages that a decode server requests at a time
-BUFFERS_AT_ONCE = 128  # maximum number of buffers that one call of the operating system fills
+RETRY_S = 10.0  # after a prefill server did not answer in time, it gets no requests for this long
+PAGES_AT_ONCE = 64  # maximum number of pages in one request
+BUFFERS_AT_ONCE = 128  # maximum number of buffers that one system call fills
 
 
 class PeerPages:
@@ -41,13 +41,14 @@ class PeerPages:
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
         self._space = space
-        # Addresses of this rank's counterparts. Those in further groups are added when a server names their number.
+        # Addresses of the prefill ranks from which this rank fetches pages. At first, only ranks of first attention
+        # groups are known. Ranks of further groups are added when a server reports its number of groups.
         self._peers = [(str(host), int(port) + space.rank) for host, port in config["peers"]]
         self._first_groups = frozenset(self._peers)
-        self._greeted: set[tuple[str, int]] = set()  # peers that have answered to a greeting
+        self._greeted: set[tuple[str, int]] = set()  # peers that have answered a greeting
         self._lock = threading.Lock()  # held during a request, so that requests run one at a time
         self._open: dict[tuple[str, int], socket.socket] = {}
-        self._silent: dict[tuple[str, int], float] = {}  # peers that did not answer, and when to try them again
+        self._silent: dict[tuple[str, int], float] = {}  # peer that did not answer -> time of the next attempt
         self._last: tuple[str, int] | None = None  # the prefill server that supplied the last page
         # Whether a peer may be a replica in this process. The pages of such a peer are read without a connection.
         self._in_process = bool(config.get("in_process"))
@@ -68,7 +69,7 @@ class PeerPages:
         `prompt` is the key of the prompt's last full page.
         """
         if any(self._local(peer) is None for peer in self._first_groups - self._greeted):
-            # The number of attention groups of these servers is not known yet.
+            # A request makes these servers report their number of attention groups.
             await asyncio.to_thread(self.exists, [])
         watch = PromptWatch()
         request = greeting(self._space) + pack_request(WATCH, [prompt, *keys[: MAX_KEYS - 1]])
@@ -96,7 +97,7 @@ class PeerPages:
         return self.get_many([key], [parts]) == 1
 
     def get_many(self, keys: Sequence[bytes], pages: Sequence[Sequence[memoryview]]) -> int:
-        """Read pages; `pages` has the buffers of each page. Return the number of leading pages that were read."""
+        """Read pages into `pages`, the buffers of each page. Return the number of leading pages that were read."""
         if any(sum(map(len, parts)) != self._space.page_bytes for parts in pages):
             return 0
         count = 0
@@ -170,7 +171,7 @@ class PeerPages:
             connection.close()
 
     def _ask(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
-        """Send a request, and return the first number of its answer.
+        """Send a request, and return the number of pages in its answer.
 
         If the prefill server has closed the connection since the last request, the request is sent again on a new one.
         """
@@ -201,7 +202,7 @@ class PeerPages:
         return self._open[peer]
 
     def _add_groups(self, peer: tuple[str, int], num_groups: int) -> None:
-        """Add this rank's counterparts in the further attention groups of a prefill server to the peers."""
+        """Add the ranks in the further attention groups of a prefill server from which this rank fetches pages."""
         host, port = peer
         for group in range(1, num_groups):
             other = (host, port + group * self._space.num_ranks)
@@ -220,7 +221,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _exchange(connection: socket.socket, request: bytes) -> int:
-    """Send a request on a connection, and return the first number of the answer."""
+    """Send a request on a connection, and return the number of pages in the answer."""
     connection.sendall(request)
     answer = bytearray(ANSWER.size)
     _fill(connection, [memoryview(answer)])

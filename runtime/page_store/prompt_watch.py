@@ -22,14 +22,14 @@ class PromptWatch:
     """The progress of one prompt on all prefill servers. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._progress: dict[object, tuple[int, PromptState]] = {}  # by connection or local store
+        self._progress: dict[object, tuple[int, PromptState]] = {}  # key: the connection or the local store
         self._changed = asyncio.Event()
         self._following: list[PromptConnection] = []
         self._local = contextlib.ExitStack()
 
     @property
     def progress(self) -> tuple[int, PromptState]:
-        """How many of the leading keys have a page, and the prompt's state. ENDED if no server can be reached."""
+        """(number of leading keys that have a page, state of the prompt). ENDED if no server can be reached."""
         states = {state for _, state in self._progress.values()}
         count = max((count for count, _ in self._progress.values()), default=0)
         if PromptState.PENDING in states:
@@ -46,7 +46,7 @@ class PromptWatch:
             each.check()
 
     def wake(self) -> None:
-        """Let `wait` return."""
+        """Make `wait` return now."""
         self._changed.set()
 
     def follow_local(self, offered: OfferedPages | None, prompt: bytes, keys: Sequence[bytes]) -> bool:
@@ -67,7 +67,7 @@ class PromptWatch:
         return True
 
     def follow(self, following: PromptConnection) -> None:
-        """Close this connection in `close`."""
+        """Register a connection, which `close` will close."""
         self._following.append(following)
 
     def note(self, source: object, count: int, state: PromptState) -> None:

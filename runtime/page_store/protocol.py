@@ -23,7 +23,7 @@ class StoreSpace(NamedTuple):
     """Identifies the pages of one rank of a model. Pages of different spaces are never mixed."""
 
     name: str  # hexadecimal digest of model and page layout, used in file names
-    rank: int  # number among the ranks that share the cache of a sequence
+    rank: int  # index among the ranks that share the cache of a sequence
     num_ranks: int
     page_bytes: int  # bytes of a page on this rank, including the checksum
     # Attention group of the rank (--enable-dp-attention), or the rank's number if all ranks have the same pages. All

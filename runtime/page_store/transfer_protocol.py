@@ -1,19 +1,19 @@
 """The protocol with which decode servers request KV pages from prefill servers over TCP.
 
 Each rank of a prefill server listens at the bootstrap port plus its number. The same rank of a decode server connects
-to it. With attention groups (--enable-dp-attention), each group of a prefill server has its own prompts. The ranks of a
-group use the ports after those of the group before it. A rank of a decode server asks the rank with its number in each
-group.
+to it. With attention groups (--enable-dp-attention), each group of a prefill server has its own prompts. The ports of a
+group's ranks follow those of the previous group. A rank of a decode server connects to one rank of each group: the rank
+that has the same number in its group.
 
-A connection begins with a greeting that names the space of the pages. A server therefore refuses a server with another
-model or page layout. The answer to the greeting has the number of attention groups. After it, each request consists of
-an operation and 32-byte keys:
+A connection begins with a greeting that names the model and the page layout. A prefill server therefore refuses a
+decode server with another model or layout. The answer to the greeting has the number of attention groups. Each request
+after it consists of an operation and 32-byte keys:
 
 EXISTS  answer: the number of leading keys that have a page
 GET     answer: as EXISTS, and the bytes of these pages
-WATCH   the first key is that of a prompt's last full page, and names the prompt. Answers: as EXISTS for the other keys,
-        and the prompt's state. They are sent when they change and every `BEAT_S` seconds, until all keys have a page or
-        the prompt has ended
+WATCH   the first key is that of a prompt's last full page, and names the prompt. Each answer has the number of leading
+        keys, of the other keys, that have a page, and the prompt's state. An answer is sent after every change and
+        every `BEAT_S` seconds, until all keys have a page or the prompt has ended
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROGRESS = struct.Struct("<IB")  # number of pages, state of the prompt
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # maximum number of keys in one request
 MAX_GREETING = 512  # bytes
-MAX_GROUPS = 1024  # maximum number of attention groups that a decode server believes a prefill server to have
+MAX_GROUPS = 1024  # maximum number of attention groups that a decode server accepts from a prefill server
 BEAT_S = 1.0  # longest time between two answers to a `WATCH`, so that both sides notice a lost connection
 
 

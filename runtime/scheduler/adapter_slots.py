@@ -61,9 +61,10 @@ class AdapterSlots:
         return False
 
     def must_leave(self, sequence: Sequence, victims: Iterable[Sequence]) -> list[Sequence] | None:
-        """Return the fewest of `victims` without which the sequence's adapter has a slot. None: there are none such.
+        """Return the fewest of `victims` whose retraction frees a slot for the sequence's adapter, or None.
 
-        `victims` are running sequences that may be retracted.
+        `victims` are the running sequences that may be retracted. Returns [] if a slot is available already, and None
+        if the retraction of all victims frees no slot.
         """
         adapter = sequence.request.adapter
         if adapter is None or self._slot_of(adapter) is not None or self._free_slot() is not None:

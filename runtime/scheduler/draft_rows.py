@@ -45,7 +45,7 @@ class DraftRows:
             page_table[row, branch.first_page : branch.first_page + len(branch.pages)] = branch.pages
 
     def page_copies(self, sequences: Seq[Sequence], starts: Seq[int], size: int) -> list[PageCopy]:
-        """Return the page copies after which each branch's first page has the computed tokens before the branch.
+        """Return the copies that put the computed tokens before each branch into the branch's first page.
 
         `sequences` and `starts` are the batch's sequences and the first positions of their rows.
         """

@@ -54,7 +54,7 @@ class Drafting:
         self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
         # Measures whether draft tokens make steps faster. None: they are always proposed.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
-        # Without a draft model, which would propose ids instead of prompt lookup.
+        # If there is a draft model, it proposes ids when prompt lookup does not, so match lengths are not measured.
         measures = self._gain is not None and not self.by_model
         self._odds = MatchOdds(self._settings.max_window) if measures else None
         self.corpora = CorpusLookup(MatchOdds(LENGTHS[0]) if measures else None)
@@ -187,7 +187,7 @@ class Drafting:
           compute this choice.
         - The sequence has a constraint.
         - The draft tokens may end the output, or have branches.
-        - An earlier token or another such row is in flight.
+        - An earlier token, or another row with draft tokens, is in flight.
         """
         return (
             self._follows

@@ -205,7 +205,7 @@ class Running:
             self.cache.free(surplus)
 
     def take_branch(self, sequence: Sequence, number: int | None) -> None:
-        """Replace pages of a sequence by those of its branch `number`. Then free the pages that are not used."""
+        """Put the pages of branch `number` in place of the trunk's; None: keep the trunk's. Free the unused pages."""
         for index, (_, _, first, pages) in enumerate(sequence.branches):
             unused = pages
             if index == number:

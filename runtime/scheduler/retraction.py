@@ -43,7 +43,7 @@ class Retraction:
         limit = first.urgency - self._plan.preemption_threshold
         victims = [sequence for sequence in reversed(list(self._running)) if sequence.urgency < limit]
         in_slot = self._running.adapters.must_leave(first, victims)
-        if in_slot is not None:  # otherwise another waiting sequence would get the row that becomes free
+        if in_slot is not None:  # else `first` cannot run, and another waiting sequence would get the free row
             victims.sort(key=lambda sequence: (sequence not in in_slot, sequence.urgency))
             self._make_room(first, victims, at_least=len(in_slot))
 
@@ -75,9 +75,9 @@ class Retraction:
         self._make_room(first, victims)
 
     def _make_room(self, first: Sequence, victims: list[Sequence], at_least: int = 0) -> None:
-        """Retract `victims` in order until the waiting sequence `first` fits, and `at_least` this number of them.
+        """Retract `victims` in order until the waiting sequence `first` fits, but not fewer than `at_least` of them.
 
-        If it would not fit even without all victims, none is retracted.
+        Retracts none if `first` would not fit even after the retraction of all victims.
         """
         if not victims:
             return

@@ -16,7 +16,7 @@ Tokens = NDArray[np.int32]
 
 
 class CorpusIndex:
-    """All n-grams of the corpora of the lengths in `LENGTHS`, with the place of the last occurrence of each.
+    """All n-grams of the corpora, of the lengths in `LENGTHS`, with the position of the last occurrence of each.
 
     Immutable. Takes up to 40 bytes per token. A lookup takes a few microseconds, for any number of corpora.
     """
@@ -53,7 +53,7 @@ class CorpusIndex:
 
 
 class CorpusLookup:
-    """The corpora that the drafters of a scheduler look up, and the average results of their proposals."""
+    """The corpora in which the drafters of a scheduler look up n-grams, and statistics of the proposals."""
 
     __slots__ = ("index", "odds")
 
@@ -64,7 +64,7 @@ class CorpusLookup:
     def propose(self, ids: list[int], above: int, num_pending: int, count: int) -> tuple[int, list[int]]:
         """Return (length of the match, up to `num_pending + count` ids that follow `ids`), or (0, []).
 
-        Only matches longer than `above` count, and only those that have more than `num_pending` ids after them.
+        A match must be longer than `above`, and more than `num_pending` ids must follow it.
         """
         if self.index is None:
             return 0, []
@@ -76,7 +76,10 @@ class CorpusLookup:
 
 
 def _table(tokens: Tokens, length: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """Return the sorted hashes of all n-grams of `length` that a token follows, and the end of the last of each."""
+    """Return the sorted hashes of the n-grams of this length, and the position after each n-gram's last occurrence.
+
+    N-grams at the end of a document are left out, because no token follows them.
+    """
     ends = np.flatnonzero(tokens[length:] >= 0) + length
     hashes = np.zeros(max(len(tokens) - length, 0), np.uint64)
     for offset in range(length if len(hashes) else 0):

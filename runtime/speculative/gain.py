@@ -77,8 +77,9 @@ class DraftGain:
 
     A load begins without draft tokens if they do not pay off at the next smaller known load, because larger steps gain
     less from them. A step for which prompt lookup finds no match has no draft tokens, so it counts as a plain step. A
-    step that follows a step with draft tokens counts as one with draft tokens, because it waits for their verification,
-    while other steps are launched before the previous step ends.
+    step after a step with draft tokens always counts as a step with draft tokens: it is launched only after their
+    verification, while other steps are launched before the previous step ends.
+
     Draft tokens are used if steps with them yield more than `min_gain` times the tokens per second of plain steps.
     """
 
@@ -134,7 +135,8 @@ class DraftGain:
             load.drafted.note(num_tokens, seconds, drafted_rows, accepted)
         else:
             load.plain.note(num_tokens, seconds)
-        # The step was launched before the kind changed, or prompt lookup found no match, or draft tokens delayed it.
+        # Do not count a step that was launched before the kind changed, for which prompt lookup found no match, or that
+        # draft tokens delayed.
         if drafted != load.allows or (follows and not drafted):
             return
         load.left -= 1

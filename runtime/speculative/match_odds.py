@@ -1,4 +1,4 @@
-"""Decides after which matches prompt lookup proposes draft tokens, by the lengths of matches that paid off so far."""
+"""Decides after which matches prompt lookup proposes draft tokens: after lengths of matches that paid off so far."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 TRIES = 4  # number of proposals of each length before its average counts
 MEMORY = 16  # number of proposals over which the average is taken
-FIRST_PAUSE, LONGEST_PAUSE = 32, 2048  # fewest and most matches of a length without a proposal, until it is tried again
+FIRST_PAUSE, LONGEST_PAUSE = 32, 2048  # shortest and longest pause of a length, in matches without a proposal
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class MatchOdds:
     __slots__ = ("_lengths", "cost")
 
     def __init__(self, max_length: int) -> None:
-        # Number of accepted ids that a proposal needs to be worth its time. None: unknown.
+        # Number of ids that must be accepted to make a proposal worth its time. None: unknown.
         self.cost: float | None = None
         self._lengths = [_Length() for _ in range(max_length + 1)]
 

@@ -95,7 +95,7 @@ class NgramDrafter:
         self._state, self._length = ROOT, 0  # automaton state and length of the n-gram that `_find` found last
         self._from_corpus = False  # whether the ids that were proposed last come from a corpus
         self._proposed_length = 0  # length of the n-gram after which ids were proposed last
-        self._proposed_odds = odds  # the odds of the proposal: those of this drafter, or those of the corpora
+        self._proposed_odds = odds  # where to record the proposal's result: the odds of this drafter or of the corpora
         self._pending: list[int] = []  # the ids that the pending tokens were assumed to have
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:

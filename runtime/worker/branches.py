@@ -78,7 +78,7 @@ def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -
 
 
 def branch_arrays(batch: Batch, drafts: Drafts, sampling: Sampling) -> dict[str, np.ndarray]:
-    """Return the arrays that describe the batch's M branches, by name; {} if there are none."""
+    """Return the arrays that describe the batch's M branches, by name; {} if it has none."""
     if drafts.branches is None:
         return {}
     rows, owners, depths = drafts.branches

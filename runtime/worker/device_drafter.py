@@ -58,7 +58,7 @@ class DeviceDrafter:
         self._stagings = [Staging(device) for _ in range(max_drafts + 1)]
         where = device.torch_device
         with torch.inference_mode(), device.forward():
-            # An argument of `prepare` that is not used here.
+            # `prepare` needs this argument, but the drafter's steps do not read it.
             self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=where)
             self._ids = torch.zeros(num_sequences, kept, dtype=torch.int64, device=where)
             size = model.hidden_size if self._head is not None else 0

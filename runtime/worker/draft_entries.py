@@ -33,7 +33,7 @@ class EntryRows(NamedTuple):
     rows: Longs  # [R], rows in the target's batch
     begins: Longs  # [R]
     ends: Longs  # [R]
-    # [R], whether tokens are read from the target's step (True) or from the stored ones (False).
+    # [R], whether the tokens in the target's row are read from its step (True) or from the stored tokens (False).
     from_batch: NDArray[np.bool_]
 
 
@@ -72,7 +72,7 @@ class DraftEntries:
         self._ends[indices] = starts + batch.counts
         wanted = ~is_prompt & (starts - computed > MISSING)
         wanted[drafted] = True
-        lasts = starts + 1 - self.shift  # to propose, all entries before these indices are needed
+        lasts = starts + 1 - self.shift  # proposing needs all entries before these indices
         begins = np.minimum(np.maximum(computed, lasts - MISSING - 1), np.where(unknown, computed, lasts - 1)).clip(0)
         after = np.where(unknown, computed + 1, lasts)
         if not self.shift:
@@ -95,10 +95,10 @@ class DraftEntries:
         return EntryRows(rows, begins[rows], ends[rows], np.ones(len(rows), np.bool_))
 
     def step(self, batch: Batch, todo: EntryRows) -> tuple[Batch, dict[str, np.ndarray]]:
-        """Return the drafter's step that computes these entries, without token ids, and where its inputs are.
+        """Return the drafter's step that computes these entries, without token ids, and arrays that locate its inputs.
 
-        For each entry q, the arrays have: the sequence index ("owners"), the row of the step ("rows"), q ("entries"),
-        and the indices of its token and state in the target's step ("ids" and "states"), or -1 if they are stored.
+        The arrays have, for each entry q: the sequence index ("owners"), the row of the step ("rows"), q ("entries"),
+        and the indices of its token ("ids") and state ("states") in the target's step, or -1 if these are stored.
         """
         rows, begins, ends, from_batch = todo
         counts = ends - begins
@@ -106,7 +106,7 @@ class DraftEntries:
         entries = np.arange(len(owners)) + np.repeat(begins - counts.cumsum() + counts, counts)
         firsts = (batch.counts.cumsum() - batch.counts)[rows]
         starts = batch.starts[rows][owners]
-        # For each entry q: index, in the batch's token ids [T], of the token at position q.
+        # For each entry q: index of the token at position q in the batch's token ids [T].
         flat, own = firsts[owners] - starts + entries, from_batch[owners]
         step = replace(
             batch,
@@ -146,7 +146,7 @@ class DraftEntries:
         )
 
     def _first_of_prompt(self, batch: Batch, starts: Longs, computed: Longs) -> Longs:
-        """Return the first entry to compute for each row, if it is a prompt: stored tokens may precede the row."""
+        """Return the first entry to compute for each row that is a prompt. It may precede the row, at a stored token."""
         return np.maximum(computed, np.minimum(starts - self.shift, starts + batch.counts - self.kept)).clip(0)
 
 
@@ -175,7 +175,7 @@ def draft_sampling(batch: Batch, rows: Ints, number: int, own_rows: Ints, positi
 
 
 def _is_prompt(batch: Batch) -> NDArray[np.bool_]:
-    """Return, for each row, whether it is a prompt: it has several tokens, none of which is a draft token. Bool [B]."""
+    """Return which rows are prompts, bool [B]: they have several tokens, none of which is a draft token."""
     found = batch.counts > 1
     if batch.drafts is not None:
         found[batch.drafts.rows] = False

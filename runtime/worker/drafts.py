@@ -20,7 +20,7 @@ OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays that `v
 def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
     """Return the arrays that `verify` and `settle` read, by name.
 
-    R rows of the batch sample. D of these rows have up to K draft tokens each.
+    The arrays' shapes: R rows of the batch sample, and D of these rows have draft tokens, at most K each.
     """
     sampling, drafts = batch.sampling, batch.drafts
     if sampling is None or drafts is None:

@@ -17,10 +17,10 @@ POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14: allocate these pages without
 
 
 def allocate_early(tensors: Iterable[Tensor], first: int) -> threading.Thread:
-    """Start a thread that allocates the memory of the rows from `first` on. Returns the thread.
+    """Start a thread that allocates the memory of each tensor's rows from `first` on. Return the thread.
 
-    Without this thread, the step that first writes to a page of memory waits until the system has allocated the page.
-    The first rows of all tensors are allocated first. The thread uses at most half of a core. It ends when all memory
+    Otherwise, a step that is the first to write to a page of memory waits until the system has allocated the page.
+    The first rows of all tensors come first. The thread uses at most half of a core. It ends when all memory
     is allocated or a tensor is freed. With Linux before 5.14 it ends at once.
     """
     starts = [(weakref.ref(tensor), tensor[:first].nbytes) for tensor in tensors]
@@ -30,7 +30,7 @@ def allocate_early(tensors: Iterable[Tensor], first: int) -> threading.Thread:
 
 
 def _allocate(starts: Sequence[tuple[weakref.ref[Tensor], int]]) -> None:
-    """Allocate the bytes of each tensor from its start on, one chunk of each tensor after another."""
+    """Allocate the bytes of each tensor from an offset on. In turn, each tensor gets one chunk of memory."""
     library = ctypes.CDLL(None)  # its calls release the GIL
     for done in count(step=CHUNK_BYTES):
         has_more = False

@@ -45,7 +45,7 @@ class _Due:
     """The loads that `when_due` promised to an expert balancer."""
 
     num_steps: int
-    every: int  # keep the loads of each step whose number this divides; 0: only the sum of all steps
+    every: int  # keep the loads of every n-th step too; 0: keep only the sum over all steps
     future: Future[Any]
     total: Tensor | None = None  # sum of `Counts.by_expert`
     kept: list[Tensor] = field(default_factory=list)  # `Counts.by_expert` of single steps

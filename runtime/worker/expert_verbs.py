@@ -37,9 +37,7 @@ def dump_expert_record(rank: RankState, payload: Mapping[str, Any]) -> Future[di
 def await_expert_loads(rank: RankState, payload: Mapping[str, Any]) -> Future[Any] | None:
     """Return a future of the tokens of each expert in the next "num_steps" steps (see `ExpertRecorder.when_due`).
 
-    "max_kept" is optional.
-
-    Returns None on ranks without a recorder.
+    "max_kept" is optional. Returns None on ranks without a recorder.
     """
     recorder = _recorder(rank)
     return None if recorder is None else recorder.when_due(payload["num_steps"], payload.get("max_kept", 0))

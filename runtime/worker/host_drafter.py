@@ -22,7 +22,7 @@ from runtime.worker.step_inputs import Staging, prepare
 
 
 class HostDrafter:
-    """A draft model or draft head on a CPU, where all starts are known when a step begins.
+    """A draft model or draft head on a CPU. The starts of all rows are known when a step begins.
 
     A step does the following:
 
@@ -57,7 +57,9 @@ class HostDrafter:
         self._head = model if isinstance(model, DraftHead) else None
         self._map = None if self._head is None else self._head.token_ids
         self._entries = entries = DraftEntries(num_sequences, max_drafts, int(self.reads_states))
-        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # steps need it, but no step reads it
+        self._last_tokens = torch.zeros(
+            num_sequences, dtype=torch.int64
+        )  # `prepare` and the graph need it, but no step of the drafter reads it
         # The last tokens and states of each sequence (see `DraftEntries`).
         self._ids = np.zeros((num_sequences, entries.kept), np.int32)
         size = model.hidden_size if self.reads_states else 0
@@ -133,7 +135,7 @@ class HostDrafter:
             self._states[place] = self._head.project(state[None])[0]
 
     def close(self) -> None:
-        """End the threads of the CPU graph. Called after the last step."""
+        """End the threads of the CPU graph. Must be called after the last step."""
         if self._graph is not None:
             self._graph.close()
 

@@ -45,7 +45,7 @@ class PageIO:
 
     @property
     def is_unordered(self) -> bool:
-        """Whether `HOST_VERBS` may run before the launched steps: on a CPU, and without other ranks that save later."""
+        """Whether `HOST_VERBS` may overtake launched steps: only on a CPU, if no other rank saves pages later."""
         return self._device.is_host and self._rank_info.world_size == 1
 
     @property
@@ -55,7 +55,7 @@ class PageIO:
     def attach(self, backend: str, name: str, config: Mapping[str, Any], *, same: bool = False) -> None:
         """Open a store and use it from now on. Raises `InvalidRequest` if it cannot be used.
 
-        `same`: all ranks have the same pages, so each rank is a group of its own.
+        `same` says that all ranks have equal pages; each rank is then an attention group of its own.
         """
         info, num_bytes = self._rank_info, self.page_bytes + CHECKSUM_BYTES
         if same:

@@ -244,7 +244,7 @@ class Sampler:
         arrays, verified = sampled.uncounted, sampled.verified
         if arrays is None or verified is None:
             return
-        # Element D is for rows without draft tokens.
+        # Rows without draft tokens have the owner D: they accept 0 draft tokens.
         accepted = torch.cat([verified.accepted, verified.accepted.new_zeros(1)])
         used = arrays["draft_offsets"] <= accepted[arrays["draft_owners"]]
         self._seen.add_if(used, arrays["counted"], sampled.ids[arrays["penalised_rows"]])

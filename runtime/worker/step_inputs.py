@@ -51,7 +51,7 @@ class SampleInputs(NamedTuple):
     def keep(
         self, ids: Tensor, last_tokens: Tensor, lengths: Tensor, limits: np.ndarray | None = None
     ) -> Verified | None:
-        """Store each row's last sampled id in `last_tokens`, after `settle` if the step has draft tokens.
+        """Store each row's last sampled id in `last_tokens`. If the step has draft tokens, `settle` does this.
 
         `ids` [N] are the sampled ids. Returns the result of `settle`, or None.
         """

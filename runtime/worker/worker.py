@@ -195,7 +195,7 @@ class CacheSetup:
     # Name -> number of units, for all cache kinds other than pages.
     kinds: Mapping[str, int] = field(default_factory=dict)
     num_host_pages: int = 0  # number of pages in host memory
-    num_tier_pages: int = 0  # the last of these pages, whose memory is allocated at the start
+    num_tier_pages: int = 0  # number of the last host pages; on a CPU, their memory is allocated in the background
     host_blocks: bool = False  # whether each host page is one contiguous block over all layers
     direct_copies: bool = False  # whether a GPU copies pages with library calls instead of a kernel
 
@@ -243,7 +243,7 @@ class ModelWorker:
             self.kernels = compilable(self.kernels)
         self._setup = setup
         self._sharing = self._share_experts(setup)
-        self.media_refusal = ""  # why the served model cannot read vectors of media, although its encoder exists
+        self.media_refusal = ""  # why the language model cannot take embeddings of media; "": it can, or has no encoder
         self._models = {name: self._load(name, model) for name, model in setup.models.items()}
         self._vocabulary = self._load_vocabulary(setup)
         self._adapters = self._make_adapters(setup)

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 CorpusId = Annotated[str, Length(1, 256)]
 PART_CHARS = 16_384  # longer documents are tokenised in parts of this length
-BATCH_CHARS = 65_536  # characters tokenised per call, whose ids hold the GIL for about 1 ms
-IDS_AT_ONCE = 16_384  # ids converted per call, for the same reason
+BATCH_CHARS = 65_536  # characters per call of the tokenizer, which then holds the GIL for about 1 ms to return the ids
+IDS_AT_ONCE = 16_384  # ids per conversion to an array, which holds the GIL too
 MAX_LINE_BYTES = 16 * 2**20  # maximum length of a line of a corpus file
 
 
 @dataclass(slots=True, kw_only=True)
 class AddCorpusBody:
-    """The body of `/add_external_corpus`. It has either a file, documents, or token ids."""
+    """The body of `/add_external_corpus`. Exactly one of `file_path`, `documents` and `token_chunks` must be set."""
 
     closed: ClassVar[bool] = True
 
     corpus_id: CorpusId | None = None  # None: a random id
-    file_path: Annotated[str, Length(1, 4096)] | None = None  # a file of the server's machine: a JSON string per line
+    file_path: Annotated[str, Length(1, 4096)] | None = None  # a file on the server's machine, one JSON string per line
     documents: list[str] | None = None
     token_chunks: list[list[int]] | None = None  # the token ids of each document
 
@@ -117,7 +117,7 @@ def _of_ids(documents: list[list[int]], vocab_size: int) -> Iterator[Tokens]:
 
 
 def _of_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Yield the tokens of documents. No special tokens are added."""
+    """Yield the tokens of documents, without special tokens."""
     batch, ends, size = list[str](), list[bool](), 0
     for part, is_last in _parts(texts):
         batch.append(part)
@@ -131,7 +131,7 @@ def _of_texts(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
 
 
 def _parts(texts: Iterable[str]) -> Iterator[tuple[str, bool]]:
-    """Yield (part, whether it is the last one of its document) of all documents that are not empty."""
+    """Yield (text, whether it ends its document) for each part of all documents that are not empty."""
     for text in texts:
         for start in range(0, len(text), PART_CHARS):
             yield text[start : start + PART_CHARS], start + PART_CHARS >= len(text)
