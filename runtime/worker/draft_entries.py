@@ -146,7 +146,7 @@ class DraftEntries:
         )
 
     def _first_of_prompt(self, batch: Batch, starts: Longs, computed: Longs) -> Longs:
-        """Return the first entry to compute for each row that is a prompt. It may precede the row, at a stored token."""
+        """Return the first entry to compute for each row that is a prompt. Stored tokens let it precede the row."""
         return np.maximum(computed, np.minimum(starts - self.shift, starts + batch.counts - self.kept)).clip(0)
 
 

@@ -36,7 +36,7 @@ On one rank, steps run in the CPU graph, as usual. With two ranks, they are comp
 
 
 def append(path: Path, family: str, method: str, tp_size: int, found: Found | None) -> None:
-    """Append the result for a family and a method; None if the family takes one chain of drafts only."""
+    """Append the result for a family and a method. `found` is None if the family does not support draft trees."""
     values: dict[str, Any] = {"family": family, "method": method, "tp_size": tp_size}
     values |= {} if found is None else {**found._asdict(), "different": len(found.different)}
     values |= {"date": datetime.now(UTC).date().isoformat(), "machine": _machine()}

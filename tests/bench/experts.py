@@ -1,10 +1,13 @@
 """Experts on several ranks: ways to combine their results, and the balance of a skewed load.
 
-sum         each rank's partial results of all tokens are summed by one all-reduce
-scattered   the same sum by a reduce-scatter and an all-gather
+There are three forms of a layer:
+
+sum         one all-reduce sums the ranks' partial results of all tokens
+scattered   a reduce-scatter and an all-gather compute the same sum
 all-to-all  each result is sent to the rank that owns its token, and an all-gather follows
 
-Each rank is a process. Forms take turns, so that other work on the machine affects them alike. Times are of rank 0.
+Each rank is a process. The forms are measured in turns, so that other work on the machine affects them alike. Times are
+those of rank 0.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ def _measure(mesh: Mesh, options: dict[str, Any]) -> list[list[str]]:
 def _forms(mesh: Mesh, layer: MoE, sharing: ExpertSharing, x: torch.Tensor, options: dict[str, Any]) -> list[str]:
     """Return a row with the time of each form for tokens x [T, E], and of its communication alone."""
     axis = mesh.axis("tp")
-    batch: Any = SimpleNamespace(adapted={})  # the layer reads nothing else of a batch
+    batch: Any = SimpleNamespace(adapted={})  # the layer reads only this field of a batch
     all_reduce, num_experts = axis.all_reduce, options["experts"]
     chosen = torch.rand(len(x), num_experts).topk(options["top_k"]).indices.to(torch.int32)
     sizes = [len(part) for part in x.tensor_split(axis.size)]
@@ -151,7 +154,7 @@ def _balance(mesh: Mesh, layer: MoE, sharing: ExpertSharing, x: torch.Tensor, op
     expert_sharing.EXCHANGE_TOKENS = NEVER
     for turn in range(WARM_UP + options["repeats"]):
         for name, placement in placements.items():
-            sharing.place(layer.layer_number, placement)  # the weights need not move for a measurement
+            sharing.place(layer.layer_number, placement)  # the weights stay in place, which does not change the time
             _time(times[name], axis.all_reduce, partial(layer, x, batch))
             if turn < WARM_UP:
                 times[name].clear()
@@ -160,7 +163,7 @@ def _balance(mesh: Mesh, layer: MoE, sharing: ExpertSharing, x: torch.Tensor, op
 
 
 def _time(times: list[float], all_reduce: Callable[[torch.Tensor], object], call: Callable[[], object]) -> None:
-    all_reduce(torch.zeros(1))  # begin together
+    all_reduce(torch.zeros(1))  # so that all ranks begin together
     began = perf_counter()
     call()
     times.append(perf_counter() - began)

@@ -1,14 +1,19 @@
 """`just study gpu-model`: predict the time of decode steps on a GPU from bytes, operations, instructions and launches.
 
-Nothing is measured. A kernel takes a shortest time for any kernel in a CUDA graph, and the longest of four times: its
-bytes at a share of the memory's bandwidth, its operations at a share of the peak, the instructions of its main loop at
-a share of the issue rate, and the latency of loads that need the result of another load. The kernels are those that
-Penstock launches (a test counts them). The roof is the time of the step's bytes and operations at the full rates.
+Nothing is measured. A kernel's time is the longest of four times:
 
-With --compare, the parts for which tables of other engines exist (`gpu_tables.py`) are predicted alone: products with
-16-bit weights, attention and experts. Penstock computes these products with cuBLAS through torch, as SGLang and vLLM
-do, so they take the mean of the times in their tables. Attention and experts are our own kernels in Triton, at the
-rates that the compiled code allows (`Gpu`). Attention of prefill is FlashAttention 3, as in SGLang's table.
+- the shortest time of any kernel in a CUDA graph, plus its bytes at a share of the memory's bandwidth
+- the same shortest time, plus the latency of its loads that need the result of another load
+- the instructions of its main loop, at a share of the issue rate
+- its operations, at a share of the peak
+
+The kernels are those that Penstock launches (a test counts them). The roof is the time of the step's bytes and
+operations at the full rates.
+
+--compare predicts only the parts for which tables of other engines exist (`gpu_tables.py`): products with 16-bit
+weights, attention and experts. Penstock computes these products with cuBLAS through torch, as SGLang and vLLM do, so
+their predicted time is the mean of the times in these two tables. Attention and experts are our own kernels in Triton,
+at the rates that the compiled code allows (`Gpu`). Prefill attention is FlashAttention 3, as in SGLang's table.
 """
 
 from __future__ import annotations
@@ -66,11 +71,11 @@ MODELS = {
     "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201_088, experts=32, top_k=4, window=128, expert_bits=4.25),
     "DeepSeek-V2-Lite": Model(27, 2048, 1408, 16, 1, 192, 102_400, experts=64, top_k=6, shared=2816, latent=576),
 }
-# Parts of a step that the tables of other engines have, and the kernels of ours that belong to them.
+# Our kernels in two of the parts of a step that the tables of other engines have.
 EXPERTS = ("sort", "experts' gate and up", "experts' gate", "experts' down", "combine")
 ATTENTION = ("attention", "merge splits")
-# Instructions of threads in the main loops of compiled kernels: per weight in 4 bits (tests/ops/test_compiled.py), and
-# per byte of the cache that decode attention reads: 453 for 64 keys and values of a head in 16 bits, 901 in float8.
+# Thread instructions in the main loops of compiled kernels: per 4-bit weight (tests/ops/test_compiled.py), and per byte
+# of the cache that decode attention reads. Per 64 keys and values of a head, these are 453 in 16 bits, 901 in float8.
 INSTRUCTIONS = 8.9
 PER_CACHE_BYTE = {16: 453 * 128 / 2**15, 8: 901 * 128 / 2**14}
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "trtllm": "TensorRT-LLM"}
@@ -83,8 +88,8 @@ class Kernel(NamedTuple):
     name: str
     bytes: float
     operations: float = 0.0
-    instructions: float = 0.0  # of threads, in the main loop; 0: never the limit
-    loads: int = 1  # number of loads that wait for each other
+    instructions: float = 0.0  # thread instructions in the main loop; 0: never the limit
+    loads: int = 1  # number of loads that wait for one another
 
 
 def product(name: str, rows: float, out_size: int, in_size: int, bits: float = 16) -> Kernel:
@@ -111,7 +116,7 @@ def layer(model: Model, rows: int, context: int, bits: float = 16, cache_bits: f
         yield product("down product", rows, model.size, model.inner, bits)
         return
     pairs = rows * model.top_k
-    used = min(model.experts, pairs)  # number of experts that tokens use, if the choices are balanced
+    used = min(model.experts, pairs)  # number of used experts, if tokens choose experts evenly
     yield product("router", rows, model.experts, model.size)
     yield small("route", rows, model.experts)
     yield small("sort", pairs, 2)
@@ -207,7 +212,7 @@ def windowed(model: Model, rows: int, context: int, cache_bits: float) -> list[K
 
 
 def compared(gpu: str, name: str, rows: int, cache_bits: float) -> dict[str, dict[str, float]]:
-    """Return {engine: {part: ms}} for a case, with "ours" by the model. `rows` is 0 for a prefill step."""
+    """Return {engine: {part: ms}} for a case; the model predicts "ours". `rows` is 0 for a prefill step."""
     from bench.gpu_tables import CONTEXT, PROMPTS, case_name
 
     model, known = MODELS[name], sums(gpu)

@@ -27,7 +27,7 @@ Table = Callable[[str, str], list[Row]]  # (operation, file) -> rows
 def products(model: Model, tokens: int, sampled: int) -> dict[tuple[int, int, int], int]:
     """Return the products with 16-bit weights of a step: (rows, outputs, inputs) -> count.
 
-    `sampled` rows have logits.
+    `sampled` is the number of rows for which logits are computed.
     """
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = {
@@ -53,7 +53,7 @@ class Gemms:
         self._sizes = sorted({n for _, n, _ in self._times})
 
     def __call__(self, rows: int, out_size: int, in_size: int) -> float:
-        """Return the time. Raises KeyError if the table has no products of so many rows."""
+        """Return the time in µs. Raises KeyError if the table has no products with this number of rows."""
         (a, b), (c, d) = self._around(out_size), self._around(in_size)
 
         def along(k: int) -> float:
@@ -62,7 +62,7 @@ class Gemms:
         return _line(in_size, c, along(c), d, along(d))
 
     def floor(self) -> float:
-        """Return the shortest time of a product."""
+        """Return the shortest time of a product, in µs."""
         return min(self._times.values())
 
     def _around(self, size: int) -> tuple[int, int]:
@@ -147,7 +147,7 @@ def case_name(model: str, rows: int, cache_bits: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the sums."""
+    """Write the sums to gpu_tables.json."""
     parser = argparse.ArgumentParser(prog="just study gpu-tables", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args(arguments).folder / "aiconfigurator_core/systems/data"

@@ -144,7 +144,7 @@ def machines() -> Mapping[str, Machine]:
 
 
 def outcome(option: Option) -> str:
-    """Return "works", "no effect", "always so", "refused", or the refused values per machine."""
+    """Return "works", "no effect", "always so" or "refused", or the values that are refused on each machine."""
     if option.spec.means is not None and not any(_accepted(option)):
         return "refused"
     if option.spec.outcome in WITHOUT_TRIAL:

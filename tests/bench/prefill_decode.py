@@ -1,8 +1,8 @@
-"""The first token through a prefill and a decode server, compared with one server, in turns.
+"""Compare the time to first token of prefill and decode servers with that of one server, in turns.
 
-Each prompt is new to all servers. A plain server with as many threads shows the time of the prefill, and a bare
-transfer the time to send the bytes of the pages. Beyond both, pages are copied, checked and restored, and the tokens
-after the last full page are computed.
+Each prompt is new to all servers. The first token of an ordinary server with the same number of threads gives the
+prefill time, and a bare transfer gives the time to send the pages' bytes. In the remaining time, pages are copied,
+checked and restored, and the tokens after the last full page are computed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from serve.demo import demo_path
 from server_process import serving
 
 COMMON = ("--random-seed", "1", "--max-total-tokens", "32768")
-PAUSE_S = 0.05  # between two requests, so that no work of the last one is left
+PAUSE_S = 0.05  # pause between two requests, in which the work of the last one ends
 NUM_OUTPUT = 4  # output tokens of each request
 WARM_UP = 4  # rounds that are not counted
 TRANSFERS = 9  # bare transfers of each size
-# Each form, and the one whose first token is its prefill time. The replicas of one process share its cores.
+# Form -> the form whose time to first token counts as its prefill time. The replicas of one process share its cores.
 FORMS = {
     "one server": "one server",
     "two servers and a router": "one server",

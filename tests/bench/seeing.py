@@ -32,16 +32,16 @@ from tiny_seeing import CONFIG_MAPPING
 
 NUM_NEW = 6
 SIZE = (64, 48)
-ASKED: tuple[tuple[int, ...], ...] = ((0,), (), (1, 0))  # the pictures in each prompt
+ASKED: tuple[tuple[int, ...], ...] = ((0,), (), (1, 0))  # indices of the pictures in each prompt
 CHUNKS = {"chunked_prefill_size": 16, "page_size": 4}  # chunks end inside images
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
 EQUAL, DIFFERS, REFUSED, UNKNOWN = "equal", "differs", "refused", "not tried"
-# Fields of configurations that transformers cannot make without these.
+# Model type -> configuration fields that transformers requires.
 BARE = {"vision-encoder-decoder": {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}}}
-# Model types that transformers cannot generate with unless it uses a cache.
+# Model types with which transformers can generate only if it uses a cache.
 CACHED = ("ernie4_5_vl_moe",)
-# Model types of which only prompts with up to one image are compared, because transformers encodes the same image
-# differently as the second of a prompt.
+# Model types that are compared only for prompts with at most one image: transformers encodes the same image differently
+# if it is the second one of a prompt.
 ALONE = ("minicpmv4_6", "minicpmv4_7")
 # Errors of transformers that mean that the sizes or tokens of a tiny checkpoint are wrong.
 MISFIT = re.compile(
@@ -161,7 +161,7 @@ async def _asked(path: str, model_type: str, processor: Any) -> Outcome:
 
 
 async def _answer(engine: Engine, placeholder: str, numbers: Sequence[int]) -> tuple[tiny_seeing.Answer, int]:
-    """Return the answer about the pictures of these numbers, and the number of tokens of its prompt."""
+    """Return the answer about the pictures with these indices, and the number of tokens of its prompt."""
     media = tuple(MediaSource("object", pictures()[number]) for number in numbers)
     request = Request(text=prompt(placeholder, len(numbers)), media=media, sampling=GREEDY, logprobs=LogprobParams())
     [chunk] = await engine.core.submit(request).whole()
@@ -192,7 +192,7 @@ def _compared(
 
 
 def pictures() -> tuple[Any, Any]:
-    """Return two pictures of one size."""
+    """Return two pictures of the same size."""
     return tiny_seeing.picture(*SIZE, 1), tiny_seeing.picture(*SIZE, 2)
 
 
@@ -202,7 +202,7 @@ def prompt(placeholder: str, num_images: int) -> str:
 
 
 def reference(path: str, model_type: str, processor: Any, text: str, numbers: Sequence[int]) -> tiny_seeing.Answer:
-    """Return transformers' greedy answer to a text with the pictures of these numbers."""
+    """Return transformers' greedy answer to a text with the pictures of these indices."""
     auto = tiny_registered.auto_class(model_type)
     model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     images = {"images": [pictures()[number] for number in numbers]} if numbers else {}

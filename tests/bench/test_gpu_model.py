@@ -37,7 +37,7 @@ def test_predictions_of_whole_steps_are_near_the_sums_of_measured_kernels(name: 
 
 
 def test_a_known_sum_of_measured_kernels_is_found_again() -> None:
-    """NVIDIA's own summary gives 4.54 ms."""
+    """NVIDIA's own summary of the tables gives 4.54 ms."""
     parts = compared("h200", "Llama-3.1-8B", 1, 16)["sglang"]
     assert sum(parts.values()) == pytest.approx(4.54, rel=0.01)
 

@@ -45,7 +45,7 @@ async def test_answers_about_an_image_are_those_of_transformers(model_type: str)
 
 @pytest.mark.slow
 async def test_a_gemma_4_without_embeddings_in_every_layer_sees_too() -> None:
-    """Gemma 4 31B: sliding and full layers have KV heads of other numbers and sizes, and images attend in windows."""
+    """Gemma 4 31B: sliding and full layers have different KV heads. Images attend to themselves in sliding layers."""
     text = {
         "use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,

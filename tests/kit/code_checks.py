@@ -1,4 +1,4 @@
-"""Checks of compiled Triton kernels. Each returns what is wrong with the machine code, so that a test can prove it."""
+"""Checks of compiled Triton kernels. Each returns the faults of the machine code, so that a test can check it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Wanted(NamedTuple):
     blocks: int = 1  # thread blocks that fit into a multiprocessor
     wide_copies: bool = False  # whether copies to shared memory have 128 bits
     units: str = ""  # instruction of matrix units that is used: "HGMMA" or "QGMMA"
-    no_conversions: bool = False  # conversions from integers have a sixteenth of the speed of other instructions
+    no_conversions: bool = False  # no conversions from integers: they run at a sixteenth of the speed
     spilled_bytes: int = 0
     elements: int = 0  # elements that a thread processes per iteration of its longest loop; 0: not checked
     per_element: float = 0.0  # largest number of instructions per element
@@ -32,7 +32,7 @@ FOUR_BITS = Wanted({"32x128xi8": 2}, blocks=3, wide_copies=True, no_conversions=
 
 
 def faults(kernel: Any, wanted: Wanted, folder: Path) -> list[str]:
-    """Return the properties that the kernel's code lacks."""
+    """Return the wanted properties that the kernel's code does not have."""
     code, found, missing = machine_code(kernel, folder), inspect(kernel, folder), []
     threads = 32 * kernel.metadata.num_warps
     for shape, count in wanted.buffers.items():
@@ -64,7 +64,7 @@ def too_few_programs(grid: tuple[int, ...]) -> list[str]:
 
 
 def longest_loop(kernel: Any, folder: Path) -> int:
-    """Return the number of instructions between the target of a backward branch and the branch, at most."""
+    """Return the number of instructions of the longest loop: from the target of a backward branch to the branch."""
     labels: dict[str, int] = {}
     count = longest = 0
     for line in machine_text(kernel, folder).splitlines():

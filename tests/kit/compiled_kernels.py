@@ -61,7 +61,7 @@ class Launches(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.grids: list[tuple[int, ...]] = []  # numbers of programs of each launch
+        self.grids: list[tuple[int, ...]] = []  # number of programs of each launch, on each axis of its grid
 
 
 @contextmanager

@@ -399,7 +399,7 @@ class ReplayingDevice(CpuDevice):
 
 
 class _Parts:
-    """Replays a function part by part: a thread runs it, and waits at each division for the next replay."""
+    """Replays a function in parts. A thread runs the function, and waits at each division for the next replay."""
 
     def __init__(self, run: Callable[[Divide], object]) -> None:
         self._run, self.num_parts = run, 1

@@ -306,7 +306,7 @@ class FakeRunner:
                 self._tokens[target], self._states[target] = self._tokens[source], self._states[source]
 
     def _take(self, batch: Batch, states: list[list[int]], row: int, count: int, tokens: list[int]) -> None:
-        """Go on in the branch whose first id is the last of a row's tokens."""
+        """Append the tokens of the branch whose first id equals the row's last token, if there is such a branch."""
         branches = batch.drafts.branches if batch.drafts is not None else None
         if branches is None or len(tokens) > count:
             return

@@ -1,4 +1,4 @@
-"""Small Triton kernels with faults that checks of compiled code must report."""
+"""Small Triton kernels with faults that the checks of compiled code must report."""
 
 # Pyright cannot check the types of kernels.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false

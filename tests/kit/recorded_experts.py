@@ -1,7 +1,7 @@
 """A fake of FlashInfer's fused experts (flashinfer-python 0.6.13), with the same signature.
 
-It computes them in float32 in torch, from FlashInfer's documentation: the first half of `fc1_expert_weights` is
-multiplied with the activation of the second half.
+It computes the experts in float32 in torch, as FlashInfer's documentation says: the result of the first half of
+`fc1_expert_weights` is multiplied by the activation of the second half's result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fakes of FlashInfer's layouts of fused experts, and of TensorRT-LLM's fused experts, with the same signatures.
 
 The layouts are derived from the sources of flashinfer-python 0.6.13 (`moe_gemm_mixed_utils.cu`, `utils.py`). The
-experts undo these layouts and compute in torch, from FlashInfer's documentation. Rows of `up` come before rows of the
-gate: in turn for 4-bit weights, as halves for float8.
+experts undo these layouts and compute in torch, as FlashInfer's documentation says. In 4-bit weights, rows of `up` and
+of the gate alternate, beginning with `up`. In float8 weights, all rows of `up` come first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def interleave_moe_scales_for_sm90_mixed_gemm(scales: Tensor, group_size: int = 
 
 
 def mixed_gemm_weight(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the weight [X, O, I] in float32 of both layouts above."""
+    """Return the weight, float32 [X, O, I], from codes and scales in the two layouts above."""
     num_experts, rows, half = codes.shape
     assert scales.dtype == torch.int32
     exponents = scales.view(torch.uint8).view(num_experts, half // 64, rows, 4).transpose(1, 2).flatten(2)
@@ -54,7 +54,7 @@ def mixed_gemm_weight(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def shuffle_matrix_a(input_tensor: Tensor, epilogue_tile_m: int) -> Tensor:
-    """Return rows [M, K] with the rows of each 32 in the order of `ROWS_OF_32`."""
+    """Return the rows [M, K], with each group of 32 rows in the order of `ROWS_OF_32`."""
     assert (input_tensor.dim(), epilogue_tile_m, len(input_tensor) % 128) == (2, 128, 0)
     return input_tensor[torch.tensor(ROWS_OF_32).argsort() + torch.arange(0, len(input_tensor), 32)[:, None]].flatten(
         0, 1
@@ -154,7 +154,7 @@ def mixed(x: Tensor, mixture: Any, weights: Tensor, experts: Tensor, limits: Any
     gate_up, down, bias, down_bias = mixture
     slope, addend, limit = limits
     total = torch.zeros(len(x), down.shape[1])
-    for expert in range(len(down)):  # of all tokens, as a graph requires
+    for expert in range(len(down)):  # every expert computes all tokens, because a graph needs fixed shapes
         inner = x @ gate_up[expert].T
         if bias is not None:
             inner = inner + bias[expert]

@@ -44,16 +44,16 @@ USUAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_t
 TOKENS: dict[str, Mapping[str, str]] = {  # further attributes of tokenizers
     "fuyu": {"speaker_token": "|SPEAKER|", "newline_token": "|NEWLINE|"},
 }
-MORE_TOKENS: dict[str, Sequence[str]] = {  # special tokens that a processor's code names in another way
+MORE_TOKENS: dict[str, Sequence[str]] = {  # special tokens that `MARKS` does not find in a processor's code
     "minimax_m3_vl": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
     "ovis2": ("<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"),
 }
-# Usual special tokens that a processor puts in every prompt, or counts from.
+# Model type -> special tokens that its processor puts in every prompt, or from whose id it counts.
 NEEDED = {
     "kosmos-2": {"bos_token": "<|im_start|>", "unk_token": "<|endoftext|>"},
     "paligemma": {"bos_token": "<|im_start|>"},
 }
-UNNAMED = ("blip-2", "cohere_compass")  # tokenizers without an attribute for the image token
+UNNAMED = ("blip-2", "cohere_compass")  # model types whose tokenizers have no attribute for the image token
 # Model types whose processors are those of another one, or are registered under another name.
 PROCESSORS = {
     "cosmos3_omni": "Qwen3VLProcessor", "glm_ocr": "Glm46VProcessor", "glmga": "Glm46VProcessor",
@@ -86,7 +86,7 @@ OPTIONS: dict[str, Mapping[str, Any]] = {  # options of processors
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0}
 _QWEN_3_5 = {"text_config": {"rope_parameters": _SECTIONS}}
 _CLIP = {"vision_config": {"image_size": 336, "patch_size": 14}}
-# Token ids of configurations that do not have the names of a processor's attributes: the token, or several.
+# Model type -> {configuration field: its token or tokens}, if the processor has no attribute with the field's name.
 TOKEN_IDS: dict[str, Mapping[str, str | Sequence[str]]] = {
     "blip-2": {"image_token_index": "<image>"},
     "molmo2": {"image_patch_id": "<im_patch>"},
@@ -188,7 +188,7 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
 }
 
 
-# Ids from which on tokens are never text, but parts of images and audio.
+# Model type -> first id of the tokens that are parts of images or audio, never text.
 NO_TEXT_FROM = {"gemma3n": 400}
 
 
@@ -215,7 +215,7 @@ def write(folder: Path, model_type: str, text: Mapping[str, Any] | None = None) 
         setattr(config, name, tokenizer.convert_tokens_to_ids(token))
     model = auto_class(model_type).from_config(config, dtype=torch.float32)
     tiny_checkpoints.redraw(model, 0)
-    if model_type in NO_TEXT_FROM:  # no logit of such a token is the largest
+    if model_type in NO_TEXT_FROM:  # so that greedy decoding never chooses such a token
         model.get_output_embeddings().weight.data[NO_TEXT_FROM[model_type] :] = 0
     model.save_pretrained(folder)
     return processor

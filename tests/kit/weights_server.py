@@ -104,7 +104,7 @@ def copied_from(port: int, ranks: int = 1) -> dict[str, Any]:
 
 
 def without_weights(path: str, folder: Path, **changes: Any) -> str:
-    """Return a folder with the configuration of a checkpoint, and none of its weights."""
+    """Return a folder with a checkpoint's configuration, with `changes`, and without its weights."""
     shutil.copytree(path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))

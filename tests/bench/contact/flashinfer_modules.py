@@ -1,7 +1,7 @@
-"""`flashinfer-modules`: compile the FlashInfer modules that Penstock calls, for a GPU that is not there.
+"""`flashinfer-modules`: compile the FlashInfer modules that Penstock calls, without a GPU.
 
-It proves that the modules exist in the installed flashinfer, and that its sources compile with the installed nvcc. It
-compiles objects and does not link or load them. A module takes one to ten minutes, and up to 6 GiB of memory.
+This proves that the modules exist in the installed flashinfer, and that its sources compile with the installed nvcc.
+Objects are compiled, but neither linked nor loaded. A module takes one to ten minutes, and up to 6 GiB of memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from serve.bench.options import new_parser
 ARCHITECTURE = "9.0a"  # in FlashInfer's notation: Hopper
 WHEELS = "nvidia-cuda-nvcc, nvidia-cuda-cccl, nvidia-cuda-crt, nvidia-cuda-runtime, nvidia-nvvm and nvidia-curand"
 CUBLAS = ("cublasLt.h", "nvrtc.h")
-HEADERS = {"products": CUBLAS, "experts": CUBLAS}  # module -> headers that are not in `WHEELS`
-# Module -> names of objects that are compiled in place of all: the calls, the layout, and kernels for bfloat16 and
-# MXFP4. All objects take hours.
+HEADERS = {"products": CUBLAS, "experts": CUBLAS}  # module -> headers that it needs and the packages in `WHEELS` lack
+# Module -> the only objects of the module that are compiled, because all of them would take hours. Here: the calls, the
+# layout, and kernels for bfloat16 and MXFP4.
 OBJECTS = {
     "experts": (
         "fused_moe_binding",

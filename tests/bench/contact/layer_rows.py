@@ -32,12 +32,15 @@ class Experts(NamedTuple):
 
 MIXTURE = Experts("Qwen3-30B-A3B", 128, 8, 2048, 768)
 SMALL_MIXTURE = Experts("tiny", 4, 2, 128, 128)
-FORMATS = {"MXFP4": "mxfp4", "float8 blocks": "float8 in blocks"}  # of FlashInfer's kernels -> name of a row
+FORMATS = {
+    "MXFP4": "mxfp4",
+    "float8 blocks": "float8 in blocks",
+}  # a FlashInfer backend's format -> key of `EXPERT_BITS`
 EXPERT_BITS = {"bfloat16": 16.0, "float8": 8.0, "float8 in blocks": 8.25, "mxfp4": 4.25}  # per weight, with its scales
 
 
 def experts(place: Place) -> Iterator[Row]:
-    """Yield a row for routing per number of tokens, and one for the experts' products per weight format and number.
+    """Yield a row for the routing of each number of tokens, and one for each weight format and number of tokens.
 
     On a GPU, FlashInfer's kernels for quantised experts are measured too if they are installed as machine code.
     """

@@ -20,7 +20,7 @@ class Case(NamedTuple):
     bias: bool = False
     table: tuple[float, ...] = WHOLE
     powers: bool = False
-    float8_scales: bool = False  # whether scales are float8 numbers times a factor of some rows, as in NVFP4
+    float8_scales: bool = False  # whether scales are float8 numbers times a factor that rows share, as in NVFP4
     dtype: torch.dtype = torch.float32
 
 
@@ -61,7 +61,7 @@ def inputs(case: Case) -> tuple[Tensor, GroupedWeight, Tensor | None]:
 
 
 def float8_scales(scales: Tensor) -> Tensor:
-    """Return scales [..., O, G] rounded to float8 numbers times a factor. Each third of the rows has its own."""
+    """Return scales [..., O, G] rounded to float8 numbers times a factor. Each third of the rows has its own factor."""
     factors = torch.tensor([0.0003, 0.00007, 0.00021]).repeat_interleave(-(-scales.shape[-2] // 3))
     factors = factors[: scales.shape[-2], None]
     return (scales / factors).to(torch.float8_e4m3fn).float() * factors
