@@ -128,8 +128,8 @@ def _replicated(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
 def _replicated_by_step(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
     """Like `_replicated`, for the loads of several steps, [S, L, N].
 
-    If an additional copy of no single item reduces the largest load of any step, the item with the largest load per
-    copy gets it.
+    Each additional copy goes to the item for which it reduces the steps' largest loads the most. If it reduces none of
+    them, it goes to the item with the largest load per copy.
     """
     _, num_layers, num_items = weight.shape
     exact = weight.astype(np.float64)

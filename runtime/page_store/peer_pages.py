@@ -157,7 +157,7 @@ class PeerPages:
 
     @contextlib.contextmanager
     def _using(self, peer: tuple[str, int]) -> Iterator[None]:
-        """Yield the connection to a prefill server. An OSError in the block ends it and closes the connection."""
+        """Hold the lock for requests to a prefill server. An OSError ends the block and closes the connection."""
         with self._lock:
             try:
                 yield

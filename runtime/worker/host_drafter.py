@@ -27,7 +27,7 @@ class HostDrafter:
     A step does the following:
 
         propose   computes the missing entries of rows with draft tokens and (for a draft model) of prompts; then one
-                  entry for each further draft token. A draft head reads its own states for these
+                  entry for each further draft token, for which a draft head reads its own states
         observe   (for a draft head) computes the entries of prompts, and stores the target's states of the step
 
     For sequences that are not greedy, the drafter samples with the target's parameters and random numbers. If the two
@@ -50,16 +50,14 @@ class HostDrafter:
         self.alternatives: list[tuple[Ints, Ints]] = []
         self.pool = pool  # has the same page ids as the target's pool
         self._topk = topk
-        self._likeliest = np.zeros(
-            (0, 0), np.int32
-        )  # likeliest ids at each sampled position of the last step, [N, topk]
+        # Likeliest ids at each sampled position of the last step, [N, topk].
+        self._likeliest = np.zeros((0, 0), np.int32)
         self._model, self._sampler, self._graph, self._staging = model, sampler, graph, Staging(device)
         self._head = model if isinstance(model, DraftHead) else None
         self._map = None if self._head is None else self._head.token_ids
         self._entries = entries = DraftEntries(num_sequences, max_drafts, int(self.reads_states))
-        self._last_tokens = torch.zeros(
-            num_sequences, dtype=torch.int64
-        )  # `prepare` and the graph need it, but no step of the drafter reads it
+        # `prepare` and the CPU graph need this argument, but the drafter's steps do not read it.
+        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)
         # The last tokens and states of each sequence (see `DraftEntries`).
         self._ids = np.zeros((num_sequences, entries.kept), np.int32)
         size = model.hidden_size if self.reads_states else 0

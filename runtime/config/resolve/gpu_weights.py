@@ -12,10 +12,8 @@ from runtime.config.quantization import GROUPED, METHODS
 from runtime.config.resolve.plan_builder import PlanBuilder
 
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
-PRECISE = (
-    "flashinfer_mxfp4",
-    "flashinfer_trtllm",
-)  # backends for which the precision of MXFP4 experts' inputs can be selected
+# Backends for which the precision of MXFP4 experts' inputs can be selected.
+PRECISE = ("flashinfer_mxfp4", "flashinfer_trtllm")
 BLOCK = [128, 128]  # outputs and inputs of a float8 block, which has one scale, in FlashInfer's kernels
 
 
