@@ -72,7 +72,7 @@ def mxfp4(weight: GroupedWeight) -> Fp4:
 
 
 def padded(weight: Fp4, num_rows: int, num_inputs: int) -> Fp4:
-    """Return the MXFP4 weight with rows and inputs of zeros added."""
+    """Return the MXFP4 weight, padded with zeros to `num_rows` rows and `num_inputs` inputs."""
     rows = num_rows - weight.codes.shape[1]
     codes = F.pad(weight.codes, (0, num_inputs // 2 - weight.codes.shape[2], 0, rows))
     groups = num_inputs // MXFP4_GROUP - weight.scales.shape[2]

@@ -1,4 +1,4 @@
-"""Weights of experts whose rows of `up` come before the rows of the gate, as FlashInfer's kernels read them."""
+"""Packs weights of experts with the rows of `up` before the rows of the gate, as FlashInfer's kernels read them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Mixtures of experts with FlashInfer's fused CUTLASS kernels: sort, two grouped products, activation and sum.
 
-Written for flashinfer-python 0.6.13 and 0.7.2. The kernels compute experts in float16 and bfloat16, and on Hopper in
-MXFP4 with inputs in bfloat16, and in float8 with one scale per block of 128 x 128 numbers. In their weights, the rows
-of `up` come before the rows of the gate. Triton kernels compute the routing, and unquantised mixtures in other dtypes.
+Written for flashinfer-python 0.6.13 and 0.7.2. The kernels compute experts in float16 and bfloat16. On Hopper, they
+also compute experts in MXFP4 (with inputs in bfloat16), and in float8 with one scale per block of 128 x 128 numbers. In
+their weights, the rows of `up` come before the rows of the gate. Triton kernels compute the routing, and unquantised
+mixtures in other dtypes.
 """
 
 from __future__ import annotations

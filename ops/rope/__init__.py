@@ -28,8 +28,9 @@ stores the rotated keys and the values [T, K, D] in the cache, like `ops.kv.stor
 and after the rotation, as the separate operations do. They may overwrite q and k.
 
 `rotate_store_latent` computes these steps of latent attention (`ops.latent`): `rotate` of `q_pe` and `k_pe`,
-`ops.norm.rms_norm` of the latent vectors, and the cache write of latent vectors and rotated keys, which the pool
-[pages, 1, page, R + P] holds one after the other. The rotation has no norms. May overwrite `q_pe` and `k_pe`.
+`ops.norm.rms_norm` of the latent vectors, and the cache write of latent vectors and rotated keys. In the pool
+[pages, 1, page, R + P], each latent vector is followed by its rotated key. The rotation has no norms. The operation may
+overwrite `q_pe` and `k_pe`.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def bind(node: int) -> None:
 def rank_environment(nodes: Sequence[int] | None, index: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a worker process, with its NUMA node if `nodes` has one for each rank.
 
-    `index` is the rank's index on this machine. If `environment` limits the threads, the ranks of a node divide its
-    CPUs instead.
+    `index` is the rank's index on this machine. If `environment` has OMP_NUM_THREADS, `bind_worker` will replace it by
+    the rank's share of the node's CPUs.
     """
     if nodes is None:
         return dict(environment)

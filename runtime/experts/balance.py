@@ -151,7 +151,7 @@ def _replicated_by_step(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]
 
 
 def _dealt(weight: Loads, num_packs: int) -> tuple[Numbers, Numbers]:
-    """Deal the items [L, N] to packs, heaviest first, forwards and backwards in turn. Return packs and places."""
+    """Deal items to packs, heaviest first, forwards and backwards in turn. Return items' packs and places [L, N]."""
     if weight.shape[1] == num_packs:
         return _packed(weight, num_packs)
     turn, pack = np.divmod(_inverse(np.argsort(-weight, axis=1, kind="stable")), num_packs)

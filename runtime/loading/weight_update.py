@@ -93,7 +93,9 @@ class LoadedWeights:
         self._released = False
         self._staged: StagedWeights | None = None
         self._snapshot: dict[str, str] | None = None
-        self._vocabulary: WholeVocabulary | None = None  # a copy that follows the weights
+        self._vocabulary: WholeVocabulary | None = (
+            None  # rank 0's copy of the vocabulary layers, updated with the weights
+        )
         self.unset: set[str] = set()  # tensors that lost their values in a release, and have not been loaded since
         # Whether the weights are those of the source's files; False after `commit` and `fill_random`.
         self._from_files = source.plan.load_format != "remote_instance"

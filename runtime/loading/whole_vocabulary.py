@@ -1,4 +1,4 @@
-"""Rank 0's copy of the whole embedding and LM head, which a draft head needs beside tensor-parallel ranks."""
+"""Rank 0's copy of the whole embedding and LM head, for a draft head if tensor-parallel ranks divide them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress of a prompt on the prefill servers, followed by a decode server."""
+"""Lets a decode server follow the progress of a prompt on the prefill servers."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class HostDrafter:
         return self._compute(step, read)
 
     def _compute(self, step: Batch, states: Tensor | None) -> tuple[Ints, Tensor | None]:
-        """Compute a step with a head's input `states`. Return the token at each sampled position, and a head's states.
+        """Compute a step; `states` are a head's inputs. Return the token and a head's state at each sampled position.
 
         With `topk` > 1, also set the likeliest tokens.
         """

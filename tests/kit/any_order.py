@@ -148,7 +148,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.turns: dict[str, dict[str, list[int]]] = {name: {} for name in self.session_names}
         # Labels of the requests of each session, in the order in which they began.
         self.begun: dict[str, list[str]] = {name: [] for name in self.session_names}
-        self.unended: list[Sequence] = []  # of sessions
+        self.unended: list[Sequence] = []  # sequences of sessions that have not ended
         self.stored: list[list[int]] = []  # prompts in the store
         if self.stores and self.storage is not None:
             self._fill_store(self.storage)

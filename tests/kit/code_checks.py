@@ -16,10 +16,12 @@ REGISTERS = 2**16  # of a multiprocessor
 class Wanted(NamedTuple):
     """Properties of a kernel's code on a Hopper GPU."""
 
-    buffers: Mapping[str, int] = {}  # shape of a tile -> number of its buffers, so that loads and products overlap
-    blocks: int = 1  # thread blocks that fit into a multiprocessor
+    buffers: Mapping[
+        str, int
+    ] = {}  # shape of a tile -> minimum number of its buffers, so that loads and products overlap
+    blocks: int = 1  # minimum number of thread blocks that fit into a multiprocessor
     wide_copies: bool = False  # whether copies to shared memory have 128 bits
-    units: str = ""  # instruction of matrix units that is used: "HGMMA" or "QGMMA"
+    units: str = ""  # matrix instruction that the code must use: "HGMMA" or "QGMMA"
     no_conversions: bool = False  # no conversions from integers: they run at a sixteenth of the speed
     spilled_bytes: int = 0
     elements: int = 0  # elements that a thread processes per iteration of its longest loop; 0: not checked

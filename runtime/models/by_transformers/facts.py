@@ -89,7 +89,7 @@ class ModelSizes:
 def config_of(values: Mapping[str, Any], *, with_media: bool = False) -> Any:
     """Return transformers' configuration object for config.json. Raises CheckpointError if there is none.
 
-    `with_media` asks for the configuration of the whole model where otherwise only its text model is loaded.
+    With `with_media`, returns the configuration of the whole model even if only its text model is usually loaded.
     """
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
     if name == "WhisperForConditionalGeneration":
