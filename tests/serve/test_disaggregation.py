@@ -215,7 +215,7 @@ async def test_a_server_of_another_model_is_not_asked(caplog: pytest.LogCaptureF
         ({"disaggregation_mode": "prefill", "hicache_storage_backend": "file"}, "--hicache-storage-backend"),
         ({"disaggregation_transfer_backend": "nixl"}, "needs the package nixl and an RDMA network card.*use tcp"),
         ({"disaggregation_transfer_backend": "mooncake"}, "needs the package mooncake-transfer-engine"),
-        ({"disaggregation_ib_device": "mlx5_0"}, "pages travel over TCP"),
+        ({"disaggregation_ib_device": "mlx5_0"}, "RDMA network card"),
         (
             {"disaggregation_mode": "prefill", "disaggregation_decode_tp": 2},
             "same --tp-size by attention group, here 1",
