@@ -108,6 +108,7 @@ class SchedulerPlan(Section):
     owner_weights: Mapping[str, float] = field(default_factory=dict)
     chunk_tokens: int | None  # maximum number of prompt tokens per step and per chunk; None: no chunked prefill
     max_prefill_tokens: int  # maximum number of prompt tokens per step; a single longer prompt may exceed it
+    last_chunk_tokens: int | None = None  # maximum number of tokens in a prompt's last chunk; None: no such limit
     policy: str  # order of the waiting requests: "fcfs", "lpm", ...
     mixed: bool  # whether a step may hold both prompts and decode rows
     overlap: bool  # launch step n+1 before the tokens of step n are known

@@ -18,8 +18,8 @@ RETRACTION_STEPS = 20  # after a retraction, pages are reserved for this many mo
 class PromptBudget:
     """The number of prompt tokens that one step may still compute, limited by `chunk_tokens` and `max_prefill_tokens`.
 
-    With chunked prefill, a prompt is cut at a page boundary to fit both limits. Without it, the first prompt of a step
-    is always granted, and a later prompt only if it fits.
+    With chunked prefill, a prompt is cut at a page boundary to fit both limits, and so that its last chunk has at most
+    `last_chunk_tokens`. Without it, the first prompt of a step is always granted, and a later prompt only if it fits.
 
     `token_limit` never cuts a prompt. Once a step has this number of tokens, it accepts no further prompt, so that the
     first token of each prompt comes sooner. `hard_limit` also cuts prompts. A chunk may always have one page, so that
@@ -27,7 +27,7 @@ class PromptBudget:
     tokens.
     """
 
-    __slots__ = ("_chunk", "_page_size", "_scored", "_soft_limit", "_step", "_untouched")
+    __slots__ = ("_chunk", "_last_chunk", "_page_size", "_scored", "_soft_limit", "_step", "_untouched")
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class PromptBudget:
     ) -> None:
         self._page_size = page_size
         self._soft_limit = token_limit
+        self._last_chunk = plan.last_chunk_tokens
         self._chunk: int | None = None
         if plan.chunk_tokens is not None:
             self._chunk = max(plan.chunk_tokens - num_decode_rows, page_size)
@@ -61,7 +62,10 @@ class PromptBudget:
             return count if self._untouched or count <= self._step else 0
         budget = min(self._chunk, self._step)
         if count <= budget:
-            return count
+            last = self._last_chunk
+            if last is None or count <= last:
+                return count
+            return -(-(end - last) // self._page_size) * self._page_size - start
         return max((start + budget) // self._page_size * self._page_size - start, 0)
 
     def grant_scored(self, sequence: Sequence, start: int, count: int) -> int:

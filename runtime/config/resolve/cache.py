@@ -158,7 +158,8 @@ def plan_of_replica(plan: Plan, index: int) -> Plan:
         return replace(plan, cache=cache)
     peers = [[LOCAL_HOST, port] for port in ports]
     config |= {"peers": peers, "in_process": True}
-    return replace(plan, cache=replace(plan.cache, storage="decode", storage_config=config))
+    cache = replace(plan.cache, storage="decode", storage_config=config)
+    return replace(plan, cache=cache, scheduler=replace(plan.scheduler, last_chunk_tokens=None))
 
 
 def _disaggregation(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision[Any]]:

@@ -18,6 +18,7 @@ QUEUE_FACTOR = 2  # maximum number of waiting sequences per running sequence
 QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # minimum queue length, for benchmarks that send all requests at once
 ENCODER_TOKENS = 2048  # tokens per step of an encoder on a CPU, so that activations stay in the CPU cache
+LAST_CHUNK = 512  # tokens of the last chunk of a prompt on a prefill server; earlier pages are sent meanwhile
 DECAY_STEPS = 600  # number of steps over which the reserved share of output falls to its minimum
 
 
@@ -37,6 +38,7 @@ def schedule_plan(
         max_queued_tokens=builder.follow_or("max_queued_tokens", QUEUED_TOKENS, "a few hundred megabytes of prompts"),
         chunk_tokens=_chunk_tokens(builder, gpu, cache.page_size, facts),
         max_prefill_tokens=_max_prefill_tokens(builder, gpu, facts),
+        last_chunk_tokens=_last_chunk(builder, gpu, cache.page_size),
         policy=_policy(builder, cache),
         target_token_ms=_target(builder, facts),
         record_file=_record(builder, cache),
@@ -173,12 +175,7 @@ def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int, facts: 
         if whole != asked:
             return Decision(whole, f"{asked} rounded up to whole pages of {page_size}")
         return Decision(asked, "as asked")
-    disaggregation = builder.args.disaggregation
-    if gpu is None and (
-        disaggregation.disaggregation_mode == "prefill" or disaggregation.disaggregation_prefill_replicas
-    ):
-        size, reason = 512, "the pages of a chunk are sent while the next one is computed"
-    elif gpu is None:
+    if gpu is None:
         size, reason = 4096, "the default without a GPU"
     else:
         gibibytes = gpu.memory_bytes / GIB
@@ -186,6 +183,14 @@ def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int, facts: 
         reason = f"for a GPU with {gibibytes:.0f} GiB of memory"
     whole = max(page_size, size // page_size * page_size)
     return Decision(whole, reason if whole == size else f"{reason}, in whole pages")
+
+
+def _last_chunk(builder: PlanBuilder, gpu: Gpu | None, page_size: int) -> Decision[int | None]:
+    args = builder.args.disaggregation
+    if gpu is None and (args.disaggregation_mode == "prefill" or args.disaggregation_prefill_replicas):
+        size = max(page_size, LAST_CHUNK // page_size * page_size)
+        return Decision(size, "earlier pages are sent while the last chunk is computed")
+    return Decision(None, "only for prefill servers and replicas on a CPU")
 
 
 def _max_prefill_tokens(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[int]:

@@ -15,6 +15,7 @@ from runtime.config import Args, Option, options
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan, stage_nodes
 from runtime.config.resolve import check, decide, resolve
+from runtime.config.resolve.cache import plan_of_replica
 from runtime.config.resolve.kernels import CPP_NEEDS
 from runtime.errors import ConfigurationError
 from small_facts import FACTS
@@ -146,6 +147,14 @@ def test_chunk_is_a_multiple_of_the_page() -> None:
     assert plan(chunked_prefill_size=100, page_size=10).scheduler.chunk_tokens == 100
     assert plan(chunked_prefill_size=-1).scheduler.chunk_tokens is None
     assert plan(page_size=100).scheduler.chunk_tokens == 4000
+
+
+def test_prompts_for_other_servers_have_a_small_last_chunk() -> None:
+    assert plan().scheduler.last_chunk_tokens is None
+    assert plan(disaggregation_mode="prefill").scheduler.last_chunk_tokens == 512
+    assert plan(disaggregation_mode="prefill", page_size=100).scheduler.last_chunk_tokens == 500
+    made = plan(dp_size=2, disaggregation_prefill_replicas=1)
+    assert [plan_of_replica(made, index).scheduler.last_chunk_tokens for index in (0, 1)] == [512, None]
 
 
 def test_conservativeness_scales_what_is_reserved() -> None:

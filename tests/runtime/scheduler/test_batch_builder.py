@@ -29,6 +29,17 @@ def test_a_long_prompt_is_cut_into_chunks():
     assert drive.output(sequence) == drive.expected(sequence)
 
 
+def test_the_last_chunk_may_have_a_smaller_limit():
+    drive = Drive(plan(chunk_tokens=16, last_chunk_tokens=8), prefix=False, page_size=4)
+    for length, counts in ((8, [8]), (9, [4, 5]), (14, [8, 6]), (16, [8, 8]), (27, [16, 4, 7])):
+        sequence = make_sequence(range(length), max_new_tokens=1)
+        assert shapes(drive, sequence, num_steps=len(counts)) == [[count] for count in counts]
+        drive.run()
+        assert drive.output(sequence) == drive.expected(sequence)
+    whole = Drive(plan(chunk_tokens=None, last_chunk_tokens=8), prefix=False, page_size=4)
+    assert shapes(whole, make_sequence(range(14), max_new_tokens=1), num_steps=1) == [[14]]
+
+
 def test_only_the_last_chunk_samples():
     drive = Drive(plan(chunk_tokens=8))
     drive.add(make_sequence(range(12)))
