@@ -35,7 +35,7 @@ def compilable(kernels: Kernels) -> Kernels:
     opaque: dict[str, Any] = {
         name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes a cache") for name in OPAQUE
     }
-    fused = compose(kernels.rms_norm, kernels.rotate, opaque["store"])
+    fused = compose(kernels.rms_norm, kernels.rotate, opaque["store"], kernels.join)
     return replace(kernels, **opaque, **fused)
 
 
