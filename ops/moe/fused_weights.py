@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.activation import SWIGLU_LIMIT, SWIGLU_SLOPE
+from ops.matmul.block_scaled import has_blocks
 from ops.matmul.grouped import E2M1, GroupedWeight
+from ops.moe import GroupedMixture, Mixture
 
 ALIGNMENT = 256  # alignment of each part in memory, in bytes
 MXFP4_GROUP = 32  # inputs per scale of MXFP4
 ONE = 127  # stored exponent of the scale 1: 0 plus the bias
+ACTIVATIONS = ("silu", "clamped_swiglu")  # with float8 weights only the first
 
 
 class FusedWeight(Tensor):
@@ -58,6 +61,35 @@ def _view(shape: Sequence[int], parts: tuple[Tensor, ...]) -> Any:
     return weight
 
 
+def prepare_mxfp4(
+    mixture: GroupedMixture,
+    multiple: int,
+    join: Callable[[Tensor, Tensor], Tensor],
+    of_weight: Callable[[Fp4], tuple[Tensor, Tensor]],
+    of_bias: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+) -> Mixture:
+    """Return an MXFP4 mixture in a library's layout. Sizes are padded to a multiple of `multiple`.
+
+    `join` joins the rows of `up` and of the gate, [X, F, ...] each, to [X, 2F, ...]. `of_weight` and `of_bias` return
+    the library's layout. The first weight's third part is `clamped_swiglu`.
+    """
+    gate_up, down, gate_up_bias, down_bias = mixture
+    num_experts, size, inner_size = down.codes.shape
+    wide, inner = round_up(size, multiple), round_up(inner_size, multiple)
+    gate, up = (padded(each, inner, wide) for each in halves(mxfp4(gate_up)))
+    first = Fp4(*(join(*rows) for rows in zip(up, gate, strict=True)))
+    if gate_up_bias is not None:
+        gate_bias, up_bias = (F.pad(each, (0, inner - inner_size)) for each in gate_up_bias.detach().chunk(2, dim=1))
+        gate_up_bias = of_bias(join(up_bias, gate_bias))
+    limits = clamped_swiglu(num_experts, down.codes.device)
+    return Mixture(
+        fuse(gate_up.codes.shape, (*of_weight(first), limits)),
+        fuse(down.codes.shape, of_weight(padded(mxfp4(down), wide, inner))),
+        gate_up_bias,
+        None if down_bias is None else of_bias(F.pad(down_bias, (0, wide - size))),
+    )
+
+
 def is_mxfp4(weight: GroupedWeight) -> bool:
     """Return whether the weight is in MXFP4: e2m1 with a power of two per 32 inputs."""
     is_e2m1 = weight.bits == 4 and weight.table == E2M1 and weight.shifts is None
@@ -85,11 +117,6 @@ def halves(gate_up: Fp4) -> tuple[Fp4, Fp4]:
     return gate, up
 
 
-def padded_bias(bias: Tensor | None, num_rows: int) -> Tensor | None:
-    """Return a bias [X, O] with zeros added up to `num_rows` outputs."""
-    return None if bias is None else F.pad(bias, (0, num_rows - bias.shape[1]))
-
-
 def clamped_swiglu(num_experts: int, device: torch.device) -> Tensor:
     """Return the slope, the addend and the limit of gpt-oss's activation for each expert, float32 [3, X].
 
@@ -102,3 +129,19 @@ def clamped_swiglu(num_experts: int, device: torch.device) -> Tensor:
 def round_up(size: int, multiple: int) -> int:
     """Return the smallest multiple that is at least `size`."""
     return -(-size // multiple) * multiple
+
+
+def check_activation(activation: str, gate_up: Tensor, kernels: str) -> None:
+    """Raise ValueError if the kernels do not compute this activation after a product with `gate_up`."""
+    if activation not in ACTIVATIONS or (activation != "silu" and has_blocks(gate_up)):
+        raise ValueError(f"{kernels} do not compute experts with {activation}. Use --moe-runner-backend triton.")
+
+
+def weighed(x: Tensor, weights: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
+    """Return the weighted inputs [T, E], rounded, and weights [T, 1] of 1.
+
+    Raises ValueError unless each token has one expert.
+    """
+    if weights.shape[1] > 1:
+        raise ValueError(f"{kernels} cannot weigh the inputs of several experts. Use triton.")
+    return (x * weights).to(x.dtype), torch.ones_like(weights)

@@ -20,14 +20,11 @@ from ops.moe import GroupedMixture, Mixture, with_triton
 from ops.moe.fused_weights import (
     Fp4,
     FusedWeight,
+    check_activation,
     clamped_swiglu,
-    fuse,
-    halves,
     is_mxfp4,
-    mxfp4,
-    padded,
-    padded_bias,
-    round_up,
+    prepare_mxfp4,
+    weighed,
 )
 from ops.moe.up_first import pack_blocks, swapped
 from ops.moe.with_triton import route
@@ -36,7 +33,7 @@ __all__ = ["mix", "one_expert", "prepare_experts", "prepare_grouped_experts", "r
 
 ALIGNMENT = 8  # the kernels read 16 bytes at a time
 MXFP4_MULTIPLE = 128  # sizes of MXFP4 experts are padded to a multiple of this
-ACTIVATIONS = ("silu", "clamped_swiglu")
+KERNELS = "FlashInfer's CUTLASS kernels"
 
 
 class UpFirst(Tensor):
@@ -67,7 +64,7 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     """
     gate_up, down, *biases = mixture
     if dtype == torch.bfloat16 and is_mxfp4(gate_up) and is_mxfp4(down):
-        return _prepare_mxfp4(mixture)
+        return prepare_mxfp4(mixture, MXFP4_MULTIPLE, _up_first, _interleaved)
     packed = pack_blocks(gate_up, down)
     if packed is None or any(bias is not None for bias in biases) or dtype != torch.bfloat16:
         raise ValueError(
@@ -78,23 +75,8 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     return packed
 
 
-def _prepare_mxfp4(mixture: GroupedMixture) -> Mixture:
-    gate_up, down, gate_up_bias, down_bias = mixture
-    num_experts, size, inner_size = down.codes.shape
-    wide, inner = round_up(size, MXFP4_MULTIPLE), round_up(inner_size, MXFP4_MULTIPLE)
-    gate, up = (padded(each, inner, wide) for each in halves(mxfp4(gate_up)))
-    first = Fp4(*(torch.cat(rows, dim=1) for rows in zip(up, gate, strict=True)))
-    bias = None
-    if gate_up_bias is not None:
-        gate_bias, up_bias = (F.pad(each, (0, inner - inner_size)) for each in gate_up_bias.detach().chunk(2, dim=1))
-        bias = torch.cat((up_bias, gate_bias), dim=1)
-    limits = clamped_swiglu(num_experts, down.codes.device)
-    return Mixture(
-        fuse(gate_up.codes.shape, (*_interleaved(first), limits)),
-        fuse(down.codes.shape, _interleaved(padded(mxfp4(down), wide, inner))),
-        bias,
-        padded_bias(down_bias, wide),
-    )
+def _up_first(up: Tensor, gate: Tensor) -> Tensor:
+    return torch.cat((up, gate), dim=1)
 
 
 def _interleaved(weight: Fp4) -> tuple[Tensor, Tensor]:
@@ -137,14 +119,9 @@ def mix(
     gate_up, down, gate_up_bias, down_bias = mixture
     if not isinstance(gate_up, UpFirst | FusedWeight) and not has_blocks(gate_up):
         return with_triton.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
-    if activation not in ACTIVATIONS or (activation != "silu" and has_blocks(gate_up)):
-        raise ValueError(
-            f"FlashInfer's CUTLASS kernels do not compute experts with {activation}. Use --moe-runner-backend triton."
-        )
+    check_activation(activation, gate_up, KERNELS)
     if weigh_inputs:
-        if experts.shape[1] > 1:
-            raise ValueError("flashinfer_cutlass cannot weigh the inputs of several experts. Use triton.")
-        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+        x, weights = weighed(x, weights, KERNELS)
     first, second, options = _operands(mixture)
     if activation == "clamped_swiglu":
         names = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")

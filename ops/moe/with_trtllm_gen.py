@@ -19,24 +19,14 @@ from torch import Tensor
 from ops.matmul.block_scaled import BLOCK, has_blocks
 from ops.matmul.triton_float8 import round_rows
 from ops.moe import GroupedMixture, Mixture, with_triton
-from ops.moe.fused_weights import (
-    Fp4,
-    FusedWeight,
-    clamped_swiglu,
-    fuse,
-    halves,
-    is_mxfp4,
-    mxfp4,
-    padded,
-    round_up,
-)
+from ops.moe.fused_weights import Fp4, FusedWeight, check_activation, is_mxfp4, prepare_mxfp4, weighed
 from ops.moe.up_first import pack_blocks
 from ops.moe.with_triton import prepare_experts, route
 
 MULTIPLE = 256  # sizes of MXFP4 experts are padded to a multiple of this
 EPILOGUE_TILE = 128  # rows of the kernels' output tiles; an argument of FlashInfer's layout functions
 RENORMALIZE = 1  # a `RoutingMethodType` of FlashInfer; without effect, because the experts are already chosen
-ACTIVATIONS = ("silu", "clamped_swiglu")
+KERNELS = "TensorRT-LLM's kernels"
 
 
 def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
@@ -46,7 +36,7 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     """
     if dtype == torch.bfloat16:
         if is_mxfp4(mixture.gate_up) and is_mxfp4(mixture.down):
-            return _prepare_mxfp4(mixture)
+            return prepare_mxfp4(mixture, MULTIPLE, _alternate, _shuffled, _shuffled_bias)
         gate_up, down, *biases = mixture
         packed = pack_blocks(gate_up, down)
         if packed is not None and not any(bias is not None for bias in biases):
@@ -55,25 +45,6 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
         f"TensorRT-LLM's kernels read experts only in MXFP4, or in float8 with one scale per block of {BLOCK} x "
         f"{BLOCK} numbers without biases and with inner sizes on each rank that are multiples of {BLOCK}, for "
         "bfloat16. Use --moe-runner-backend triton."
-    )
-
-
-def _prepare_mxfp4(mixture: GroupedMixture) -> Mixture:
-    gate_up, down, gate_up_bias, down_bias = mixture
-    num_experts, size, inner_size = down.codes.shape
-    wide, inner = round_up(size, MULTIPLE), round_up(inner_size, MULTIPLE)
-    gate, up = (padded(each, inner, wide) for each in halves(mxfp4(gate_up)))
-    first = Fp4(*(_alternate(*rows) for rows in zip(up, gate, strict=True)))
-    bias = None
-    if gate_up_bias is not None:
-        gate_bias, up_bias = (F.pad(each, (0, inner - inner_size)) for each in gate_up_bias.chunk(2, dim=1))
-        bias = _shuffled_bias(_alternate(up_bias, gate_bias))
-    limits = clamped_swiglu(num_experts, down.codes.device)
-    return Mixture(
-        fuse(gate_up.codes.shape, (*_shuffled(first), limits)),
-        fuse(down.codes.shape, _shuffled(padded(mxfp4(down), wide, inner))),
-        bias,
-        None if down_bias is None else _shuffled_bias(F.pad(down_bias, (0, wide - size))),
     )
 
 
@@ -121,19 +92,16 @@ def mix(
 
     Raises ValueError for an activation that the kernels lack.
     """
-    is_float8 = has_blocks(mixture.gate_up)
-    if not is_float8 and not isinstance(mixture.gate_up, FusedWeight):
+    gate_up = mixture.gate_up
+    is_float8 = has_blocks(gate_up)
+    if not is_float8 and not isinstance(gate_up, FusedWeight):
         return with_triton.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
-    if activation not in ACTIVATIONS[: 2 - is_float8]:
-        raise ValueError(
-            f"TensorRT-LLM's kernels do not compute experts with {activation}. Use --moe-runner-backend triton."
-        )
+    check_activation(activation, gate_up, KERNELS)
     if weigh_inputs:
-        if experts.shape[1] > 1:
-            raise ValueError("TensorRT-LLM's kernels cannot weigh the inputs of several experts. Use triton.")
-        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    run = _float8 if is_float8 else _mxfp4
-    return run(x, mixture, weights, experts, activation, rounds)
+        x, weights = weighed(x, weights, KERNELS)
+    if is_float8:
+        return _float8(x, mixture, weights, experts)
+    return _mxfp4(x, mixture, weights, experts, activation, rounds)
 
 
 def _mxfp4(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, rounds: bool) -> Tensor:
@@ -168,7 +136,7 @@ def _mxfp4(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activa
     return out if wide == size else out[:, :size].contiguous()
 
 
-def _float8(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, rounds: bool) -> Tensor:
+def _float8(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor) -> Tensor:
     (codes, scales, *_), (down, down_scales, *_) = mixture.gate_up.parts, mixture.down.parts  # type: ignore[attr-defined]
     numbers, row_scales = round_rows(x if x.is_contiguous() else x.contiguous(), BLOCK)
     bits = weights.to(torch.bfloat16).view(torch.int16).to(torch.int32)

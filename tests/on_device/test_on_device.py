@@ -65,8 +65,7 @@ def test_fused_experts_are_compared(file: str, form: str, monkeypatch: pytest.Mo
     operations.compare_fused_experts(file, form, CPU)
     monkeypatch.setattr("ops.moe.with_flashinfer.swapped", lambda rows: rows)
     monkeypatch.setattr("ops.moe.up_first.swapped", lambda rows: rows)
-    monkeypatch.setattr("ops.moe.with_flashinfer.halves", lambda weight: halves(weight)[::-1])
-    monkeypatch.setattr("ops.moe.with_trtllm_gen.halves", lambda weight: halves(weight)[::-1])
+    monkeypatch.setattr("ops.moe.fused_weights.halves", lambda weight: halves(weight)[::-1])
     with pytest.raises(AssertionError, match=f"{file}, {form}"):
         operations.compare_fused_experts(file, form, CPU)
 

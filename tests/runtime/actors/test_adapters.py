@@ -1,4 +1,4 @@
-"""Which adapters' KV pages other processes may use."""
+"""Other processes may use an adapter's KV pages only if its files did not change while it was loaded."""
 
 from __future__ import annotations
 
