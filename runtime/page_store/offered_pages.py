@@ -157,7 +157,7 @@ class OfferedPages:
     def pages(self, keys: Sequence[bytes]) -> list[bytes]:
         """Return the bytes of the leading pages that are here."""
         with self._lock:
-            return list(takewhile(lambda page: page is not None, map(self._pages.get, keys)))  # type: ignore[arg-type]
+            return [self._pages[key] for key in takewhile(self._pages.__contains__, keys)]
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         pages = self.pages([key])
