@@ -83,7 +83,7 @@ class SessionParams(NamedTuple):
     id: str
     rid: str | None = None  # label of the request to continue; None: start with no earlier tokens
     offset: int = 0  # how many tokens of that request to keep; negative: how many to cut from its end; 0: keep all
-    replace: bool = False  # whether to forget the requests of the session after `rid`, or all if `rid` is None
+    replace: bool = False  # whether to forget the requests that continue `rid`, or all requests if it is None
     drop_previous_output: bool = False  # whether to continue only the prompt of that request, without its output
 
 

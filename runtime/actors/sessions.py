@@ -24,9 +24,10 @@ MAX_NAME = 256
 class _Turn:
     """The tokens of one request of a session. They are unknown while the request `is_live`."""
 
-    __slots__ = ("is_live", "num_prompt", "tokens")
+    __slots__ = ("is_live", "num_prompt", "parent", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, parent: _Turn | None) -> None:
+        self.parent = parent  # the turn that this one continues; None if it continues nothing, or a forgotten turn
         self.is_live = True
         self.num_prompt = 0
         self.tokens: array[int] = array("i")
@@ -117,11 +118,15 @@ class Sessions:
             raise InvalidRequest(
                 f"The request has {len(whole)} tokens, and the session {session.capacity}.", param="session_params"
             )
+        turn = _Turn(None if params.rid is None else session.turns[params.rid])
         if params.replace:
-            self._forget(session, params.rid)
-        if request.label in session.turns:
+            self._forget(session, turn.parent)
+        if (old := session.turns.get(request.label)) is not None:
+            for each in (turn, *session.turns.values()):
+                if each.parent is old:
+                    each.parent = old.parent
             self._drop(session, request.label)
-        session.turns[request.label] = _Turn()
+        session.turns[request.label] = turn
         return whole
 
     def began(self, live: LiveRequest) -> None:
@@ -155,16 +160,17 @@ class Sessions:
         tokens = turn.tokens[: turn.num_prompt] if params.drop_previous_output else turn.tokens
         return tokens[: params.offset] if params.offset else tokens
 
-    def _forget(self, session: _Session, kept: str | None) -> None:
-        """Forget the ended requests of a session that began after the request `kept`.
+    def _forget(self, session: _Session, kept: _Turn | None) -> None:
+        """Forget the ended requests that continue the request `kept`, directly or through others.
 
         If `kept` is None, forget all ended requests.
         """
-        for rid in reversed(list(session.turns)):
-            if rid == kept:
-                return
-            if not session.turns[rid].is_live:
-                self._drop(session, rid)
+        later = {kept}
+        for rid, turn in list(session.turns.items()):  # a request comes after the one that it continues
+            if kept is None or turn.parent in later:
+                later.add(turn)
+                if not turn.is_live:
+                    self._drop(session, rid)
 
     def _find(self, name: str, owner: str | None) -> _Session:
         session = self._sessions.get(name)
@@ -174,7 +180,9 @@ class Sessions:
         return session
 
     def _drop(self, session: _Session, rid: str) -> None:
-        self._count(session, -len(session.turns.pop(rid).tokens))
+        turn = session.turns.pop(rid)
+        self._count(session, -len(turn.tokens))
+        turn.parent, turn.tokens = None, array("i")  # requests that continue it still refer to it
 
     def _count(self, session: _Session, num_tokens: int) -> None:
         session.num_tokens += num_tokens

@@ -54,16 +54,38 @@ async def test_turns_equal_whole_prompts_and_use_the_cache(engine: Engine):
         await ask(engine, one, id=session, rid=rid)
 
 
-async def test_replace_forgets_later_turns(engine: Engine):
+async def test_replace_forgets_what_continues_the_turn(engine: Engine):
+    """Turns of other branches stay, also those that came later."""
     session = engine.open_session(1000, "mine")
     one, _ = await ask(engine, [5, 6], id=session)
     two, _ = await ask(engine, [7], id=session, rid=one)
+    other, output = await ask(engine, [8], id=session)
+    three, _ = await ask(engine, [7], id=session, rid=two)
+    _, later = await ask(engine, [9], id=session, rid=other)
+    await ask(engine, [8], id=session, rid=one, replace=True)
+    for forgotten in (two, three):
+        with pytest.raises(InvalidRequest, match="has no request"):
+            await ask(engine, [9], id=session, rid=forgotten)
+    assert (await ask(engine, [9], id=session, rid=other))[1] == later == (await ask(engine, [8, *output, 9]))[1]
+    await ask(engine, [9], id=session, rid=one)
+    await ask(engine, [9], id=session, replace=True)
+    for forgotten in (one, other):
+        with pytest.raises(InvalidRequest, match="has no request"):
+            await ask(engine, [9], id=session, rid=forgotten)
+
+
+async def test_replace_follows_turns_whose_label_is_used_again(engine: Engine):
+    session = engine.open_session(1000)
+    one, _ = await ask(engine, [5, 6], id=session)
+    for _ in range(3):  # each continues the one before, under the same name
+        await engine.generate(
+            input_ids=[7], sampling_params=GREEDY, rid="again", session_params={"id": session, "rid": one}
+        )
+        one_or_again = {"id": session, "rid": "again"}
+        await engine.generate(input_ids=[7], sampling_params=GREEDY, rid="again", session_params=one_or_again)
     await ask(engine, [8], id=session, rid=one, replace=True)
     with pytest.raises(InvalidRequest, match="has no request"):
-        await ask(engine, [9], id=session, rid=two)
-    await ask(engine, [9], id=session, replace=True)
-    with pytest.raises(InvalidRequest, match="has no request"):
-        await ask(engine, [9], id=session, rid=one)
+        await ask(engine, [9], id=session, rid="again")
 
 
 async def test_what_a_session_refuses(engine: Engine):
