@@ -26,7 +26,6 @@ from runtime.config.resolve.cache import plan_of_replica
 from runtime.config.resolve.drafts import draft_model_plan
 from runtime.distributed.common_steps import CommonSteps
 from runtime.distributed.link import encode
-from runtime.distributed.numa import bind
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
 from runtime.errors import (
     NO_MEMORY_TO_START,
@@ -153,8 +152,6 @@ class _ReplicaLoader:
         parallel = plan.parallel
         began = time.monotonic()
         logger.info("Load weight begin. type=%s, from %s", facts.architecture, facts.path)
-        if parallel.numa_nodes is not None:
-            bind(parallel.numa_nodes[0])
         environment = _share_processors(plan)
         with _in_time(parallel.join_timeout_s, "join from the other machines"):
             await group.start(parallel, facts, environment)

@@ -25,6 +25,7 @@ from runtime.actors.scrape import exposition
 from runtime.actors.status import Status
 from runtime.actors.storage import Attachment
 from runtime.config import Args
+from runtime.distributed.numa import bound
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
 from serve.background import BackgroundTask
 from serve.calls.adapters import adapters_answer, load_adapter, load_adapter_from_tensors
@@ -797,8 +798,9 @@ class EngineLife:
             raise ConfigurationError(
                 "Only the first machine (--node-rank 0) runs an engine; start the others from the command line."
             )
-        self.core = await assemble(plan, facts)
-        await self.core.run(started)
+        with bound(plan.parallel.numa_nodes):
+            self.core = await assemble(plan, facts)
+            await self.core.run(started)
 
 
 class ForgottenEngine(UserWarning):

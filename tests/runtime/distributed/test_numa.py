@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+import tiny_models
 from ops.machine import Machine, _numbers_in, node_cpus
 from runtime.config import Args
 from runtime.config.resolve import resolve
 from runtime.distributed.numa import rank_environment
 from runtime.distributed.worker_group import thread_environment
+from serve import Engine
 from server_process import ROOT, serving
 from small_facts import FACTS
 
@@ -62,13 +64,21 @@ def test_a_single_rank_has_as_many_threads_as_its_node_has_cpus(monkeypatch: pyt
 def test_all_threads_of_a_process_are_bound_and_a_missing_node_is_an_error() -> None:
     code = """
 import os, sys, threading
-from runtime.distributed.numa import bind
-os.sched_setaffinity(0, {int(sys.argv[2])})  # so that binding changes something
+from runtime.distributed.numa import bind, bound
+node, first, cpus = int(sys.argv[1]), {int(sys.argv[2])}, {*map(int, sys.argv[3:])}
+os.sched_setaffinity(0, first)  # so that binding changes something
 wait = threading.Event()
-threading.Thread(target=wait.wait, daemon=True).start()
-bind(int(sys.argv[1]))
-found = {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
-print(found == {frozenset(map(int, sys.argv[3:]))})
+affinities = lambda: {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+start = lambda: threading.Thread(target=wait.wait, daemon=True).start()
+start()
+with bound([node, 4096]):
+    start()
+    print(affinities() == {frozenset(cpus)})
+print(affinities() == {frozenset(first)}, len(os.listdir("/proc/self/task")))
+with bound(None):
+    print(affinities() == {frozenset(first)})
+bind(node)
+print(affinities() == {frozenset(cpus)})
 try:
     bind(4096)
 except Exception as error:
@@ -78,8 +88,24 @@ except Exception as error:
     answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.stdout.splitlines() == [
         "True",
+        "True 3",
+        "True",
+        "True",
         "--numa-node 4096: this process may not run on the node's CPUs.",
     ], answer.stderr
+
+
+@on_linux
+async def test_an_engine_gives_its_process_back_all_cpus() -> None:
+    """An engine in a notebook runs in the process of its caller."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(CPUS)})  # binding then widens this
+    try:
+        async with Engine(tiny_models.cached(), numa_node=(NODE,), skip_tokenizer_init=True, max_total_tokens=64):
+            assert os.sched_getaffinity(0) == CPUS
+        assert os.sched_getaffinity(0) == {min(CPUS)}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @on_linux
