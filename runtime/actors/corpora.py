@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
-from runtime.errors import InvalidRequest
+from runtime.actors.corpus_texts import joined_tokens, texts_of_file, tokens_of_texts
+from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.speculative.corpus import CorpusIndex, Tokens
 
 if TYPE_CHECKING:
     from runtime.actors.scheduler import SchedulerActor
+    from runtime.tokenizer.tokenizer import Tokenizer
 
+logger = logging.getLogger("penstock.core")
 MAX_CORPORA = 64
-MAX_CORPUS_TOKENS = 4_000_000  # maximum number of tokens of a corpus; each document counts as one additional token
-MAX_TOTAL_TOKENS = 10_000_000  # maximum number of tokens of all corpora; they take up to 400 MB of memory
+PATH_FLAG = "--speculative-ngram-external-corpus-path"
 
 
 class ExternalCorpora:
     """Adds and removes corpora while requests run. All replicas use one immutable index of all corpora."""
 
-    def __init__(self, schedulers: Callable[[], Sequence[SchedulerActor]]) -> None:
-        """Create an empty set. `schedulers` returns the actors of the live replicas."""
+    def __init__(self, schedulers: Callable[[], Sequence[SchedulerActor]], max_tokens: int) -> None:
+        """Create an empty set. `schedulers` returns the actors of the live replicas.
+
+        All corpora together may have `max_tokens` tokens, where each document counts as one additional token.
+        """
         self._schedulers = schedulers
+        self._max_tokens = max_tokens
         self._corpora: dict[str, Tokens] = {}
         self._counts: dict[str, int] = {}
         self._lock = anyio.Lock()
@@ -35,6 +44,16 @@ class ExternalCorpora:
     def token_counts(self) -> dict[str, int]:
         """The number of tokens of each corpus, by corpus id."""
         return dict(self._counts)
+
+    async def start(self, path: str, tokenizer: Tokenizer) -> None:
+        """Add the corpus of the plan, whose id is its path. Raises `ConfigurationError` if it cannot be used."""
+        begin = time.monotonic()
+        try:
+            pieces = tokens_of_texts(texts_of_file(path), tokenizer)
+            count = await self.add(path, partial(joined_tokens, pieces, "file_path"))
+        except InvalidRequest as error:
+            raise ConfigurationError(f"{PATH_FLAG} {path}: {error.message}") from error
+        logger.info("Added the corpus %s: %d tokens in %.1f s.", path, count, time.monotonic() - begin)
 
     async def add(self, corpus_id: str, read: Callable[[int], Tokens]) -> int:
         """Add a corpus and return its number of tokens.
@@ -46,16 +65,16 @@ class ExternalCorpora:
         async with self._lock:
             if corpus_id in self._corpora:
                 raise InvalidRequest(f"There is a corpus {corpus_id} already; remove it first.", param="corpus_id")
-            left = MAX_TOTAL_TOKENS - sum(map(len, self._corpora.values()))
+            left = self._max_tokens - sum(map(len, self._corpora.values()))
             if len(self._corpora) >= MAX_CORPORA or left <= 0:
                 raise InvalidRequest(
                     f"There are {len(self._corpora)} corpora; at most {MAX_CORPORA} are allowed, with "
-                    f"{MAX_TOTAL_TOKENS:,} tokens together. Remove one first."
+                    f"{self._max_tokens:,} tokens together. Remove one first."
                 )
-            tokens = await anyio.to_thread.run_sync(read, min(MAX_CORPUS_TOKENS, left))
+            tokens, count = await anyio.to_thread.run_sync(_counted, read, left)
             await self._use({**self._corpora, corpus_id: tokens})
-            self._counts[corpus_id] = int(np.count_nonzero(tokens >= 0))
-            return self._counts[corpus_id]
+            self._counts[corpus_id] = count
+            return count
 
     async def remove(self, corpus_id: str) -> None:
         """Remove a corpus. Raises `InvalidRequest` if no corpus has this id."""
@@ -71,3 +90,9 @@ class ExternalCorpora:
         self._corpora, self.index = corpora, index
         for actor in self._schedulers():
             actor.scheduler.use_corpora(index)
+
+
+def _counted(read: Callable[[int], Tokens], limit: int) -> tuple[Tokens, int]:
+    """Return the tokens that `read` returns, and how many there are without separators."""
+    tokens = read(limit)
+    return tokens, int(np.count_nonzero(tokens >= 0))

@@ -83,7 +83,7 @@ class EngineCore:
         shares_pages = plan.cache.host_tier and plan.cache.host_layout != "layer_first"
         self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive, shares_pages=shares_pages)
         observers = [*_observers(plan.observe, self.metrics, traces), *([self.adapters] if plan.lora.enabled else [])]
-        self.corpora = ExternalCorpora(lambda: self._scheduler.alive)
+        self.corpora = ExternalCorpora(lambda: self._scheduler.alive, plan.draft.max_corpus_tokens)
         self.sessions = Sessions(facts.bos_id if tokenizer is None else tokenizer.bos_id)
         self._requests = requests = LiveRequests([*observers, self.sessions])
         self._weights_lock = anyio.Lock()
@@ -149,6 +149,8 @@ class EngineCore:
                     if self.metrics is not None:
                         actors.start_soon(watch_loop, self.metrics.loop_lag_s)
                     await self.adapters.start()
+                    if self.plan.draft.corpus_path is not None and self.tokenizer is not None:
+                        await self.corpora.start(self.plan.draft.corpus_path, self.tokenizer)
                     self._state = "ready"
                     if self._grammars is not None:
                         self._grammars.start()

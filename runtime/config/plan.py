@@ -154,6 +154,7 @@ class SchedulerPlan(Section):
     draft_breadths: tuple[int, int] = (1, 1)
     drafts_by_frequency: bool = False  # whether prompt lookup prefers frequent continuations to recent ones
     draft_capacity: int = 10_000_000  # maximum number of states of a sequence's index for prompt lookup
+    max_corpus_drafts: int = 0  # maximum number of draft tokens from corpora per row; 0: corpora are not used
     adapter_slots: int = 0  # maximum number of LoRA adapters in one batch
     adapters_fifo: bool = False  # evict adapters in FIFO order instead of the least recently used first
     target_token_ms: float | None = None  # target for the time between two tokens of a stream; None: no target
@@ -217,13 +218,15 @@ class LoraPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan(Section):
-    """The model or draft head that proposes tokens for the served model to verify."""
+    """The model, draft head or corpus that proposes tokens, and how they are accepted."""
 
     algorithm: str | None = None  # "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no draft model
     # Folder or GGUF file of the draft model; None: no draft model, or draft layers in the served model's checkpoint.
     path: str | None = None
     revision: str | None = None  # branch, tag or commit on the Hub
     token_map: str | None = None  # file with the ids of the tokens that a draft head proposes; None: all tokens
+    corpus_path: str | None = None  # file with texts in which prompt lookup also finds draft tokens; None: no file
+    max_corpus_tokens: int = 10_000_000  # maximum number of tokens of all corpora
     # Relaxed acceptance in sampled rows (`worker.relaxed_acceptance`). A draft token to which the served model gives
     # the probability p is accepted if p >= `accept_single`, otherwise with probability p / `accept_divisor`.
     accept_single: float = 1.0

@@ -42,6 +42,7 @@ class Drafting:
             by_frequency=plan.drafts_by_frequency,
             max_ids=plan.max_lookup_ids,
             capacity=plan.draft_capacity,
+            max_corpus_drafts=plan.max_corpus_drafts,
         )
         self._catch_up = CatchUp()
         self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts

@@ -24,7 +24,7 @@ class MatchOdds:
     """The average number of ids that were accepted after matches of each length, over all sequences of a scheduler.
 
     Long matches are usually right, and short ones are usually chance, but this depends on the requests. A length whose
-    average is below `cost` pauses, and is then tried again. Each further pause is twice as long.
+    average is below `cost` pauses, and is then tried again. If this fails too, the next pause is twice as long.
     """
 
     __slots__ = ("_lengths", "cost")
@@ -40,10 +40,13 @@ class MatchOdds:
         if self.cost is None or own.count < TRIES or own.accepted > self.cost:
             return True
         own.num_skipped += 1
-        if own.num_skipped < own.pause:
-            return False
-        own.num_skipped, own.pause, own.is_retry = 0, min(2 * own.pause, LONGEST_PAUSE), True
-        return True
+        return own.num_skipped >= own.pause
+
+    def begin(self, length: int) -> None:
+        """Record that ids are proposed after a match of this length. This ends its pause, if `pays` has allowed it."""
+        own = self._lengths[length]
+        if own.num_skipped >= own.pause:
+            own.num_skipped, own.is_retry = 0, True
 
     def note(self, length: int, num_accepted: int) -> None:
         """Record the result of a proposal after a match of this length."""
@@ -53,5 +56,6 @@ class MatchOdds:
             if self.cost is not None and num_accepted > self.cost:  # the requests have changed
                 own.accepted, own.count, own.pause = num_accepted, TRIES, FIRST_PAUSE
                 return
+            own.pause = min(2 * own.pause, LONGEST_PAUSE)
         own.count = min(own.count + 1, MEMORY)
         own.accepted += (num_accepted - own.accepted) / own.count

@@ -47,17 +47,19 @@ class LookupSettings:
     max_ids: int = 0
     # Maximum number of states of the automaton; if it is exceeded, only the newest tokens stay indexed.
     capacity: int = 10_000_000
+    max_corpus_drafts: int = 64  # maximum number of ids that a proposal takes from a corpus
 
 
 class NgramDrafter:
     """Proposes draft tokens for one sequence: the tokens after an earlier occurrence of its last tokens.
 
-    The drafter pauses after failures (see `Pace` and `MatchOdds`).
+    After failures it pauses (see `Pace` and `MatchOdds`), separately for ids from a corpus and from the sequence.
     """
 
     __slots__ = (
         "_catch_up",
         "_corpora",
+        "_corpus_pace",
         "_first",
         "_from_corpus",
         "_index",
@@ -88,6 +90,7 @@ class NgramDrafter:
         self._odds = odds
         self._corpora = corpora
         self._pace = Pace(max_drafts)
+        self._corpus_pace = Pace(min(max_drafts, settings.max_corpus_drafts))
         self._catch_up = catch_up
         self._settings = settings
         self._index = SuffixAutomaton(settings.max_window + 1)
@@ -105,19 +108,19 @@ class NgramDrafter:
         are assumed to be the tokens that followed the match. A match in a corpus is used if it is longer than that in
         the sequence.
         """
-        if len(ids) < self._pace.resume or not self._extend(ids):
+        matches = len(ids) >= self._pace.resume and self._extend(ids) and self._find()
+        length, found = self._of_corpora(ids, self._length if matches else 0, num_pending, limit)
+        odds, is_corpus = self._odds, bool(length)
+        if self._corpora is not None and is_corpus:
+            odds = self._corpora.odds
+        elif matches and (odds is None or odds.pays(self._length)):
+            length = self._length
+            found = self._continuation(ids, num_pending + min(self._pace.length, limit))
+        if not length:
             return []
-        matches, count = self._find(), min(self._pace.length, limit)
-        if self._corpora is not None and self._corpora.index is not None:
-            length, found = self._corpora.propose(ids, self._length if matches else 0, num_pending, count)
-            if length:
-                self._proposed_length, self._proposed_odds, self._from_corpus = length, self._corpora.odds, True
-                self._pending = found[:num_pending]
-                return found[num_pending:]
-        if not matches or (self._odds is not None and not self._odds.pays(self._length)):
-            return []
-        self._proposed_length, self._proposed_odds, self._from_corpus = self._length, self._odds, False
-        found = self._continuation(ids, num_pending + count)
+        if odds is not None:
+            odds.begin(length)
+        self._proposed_length, self._proposed_odds, self._from_corpus = length, odds, is_corpus
         self._pending = found[:num_pending]
         return found[num_pending:]
 
@@ -141,9 +144,16 @@ class NgramDrafter:
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
         """Record the result of a proposal. `num_known` is the number of known tokens of the sequence."""
-        self._pace.note(num_proposed, num_accepted, num_known)
+        pace = self._corpus_pace if self._from_corpus else self._pace
+        pace.note(num_proposed, num_accepted, num_known)
         if self._proposed_odds is not None:
             self._proposed_odds.note(self._proposed_length, num_accepted)
+
+    def _of_corpora(self, ids: list[int], above: int, num_pending: int, limit: int) -> tuple[int, list[int]]:
+        """Return the proposal of the corpora (see `CorpusLookup.propose`), or (0, []) while it pauses."""
+        if self._corpora is None or self._corpora.index is None or len(ids) < self._corpus_pace.resume:
+            return 0, []
+        return self._corpora.propose(ids, above, num_pending, min(self._corpus_pace.length, limit))
 
     def _extend(self, ids: list[int]) -> bool:
         """Index the known tokens, or the next part of a long text. Return True if all known tokens are indexed."""

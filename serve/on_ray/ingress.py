@@ -38,7 +38,13 @@ SCOPE_FIELDS = ("type", "http_version", "method", "scheme", "query_string", "hea
 ADMIN_PATHS = frozenset(spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN)
 METRICS, MODELS = "/metrics", "/v1/models"
 # Routes whose requests are sent to every replica. A replica that starts later does not need them.
-EVERYWHERE = frozenset((METRICS, "/flush_cache", "/reset_prefix_cache", "/freeze_gc", "/abort_request"))
+EVERYWHERE = frozenset(
+    (METRICS, "/flush_cache", "/reset_prefix_cache", "/freeze_gc", "/abort_request", "/list_external_corpora")
+)
+INSTEAD: Mapping[str, str] = dict.fromkeys(
+    ("/add_external_corpus", "/remove_external_corpus"),
+    "deploy with --speculative-ngram-external-corpus-path instead",
+)
 EVERYWHERE_S = 30.0
 MAX_EVERYWHERE_BYTES = 64 * 1024  # maximum size of a body that is sent to every replica
 # A proxy header. It prevents replicas from treating forwarded requests as local requests of their own machine.
@@ -68,7 +74,8 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "")) or "/"
         if path in ADMIN_PATHS and path not in EVERYWHERE:
-            message = f"{path} would not reach replicas that start later; update the deployment instead."
+            instead = INSTEAD.get(path, "update the deployment instead")
+            message = f"{path} would not reach replicas that start later; {instead}."
             return failure(KIND, 501, message)
         try:
             body = await read_body(request)

@@ -62,3 +62,18 @@ def test_corpora_without_long_documents_have_no_matches() -> None:
     lookup = CorpusLookup()
     lookup.index = CorpusIndex([array([1], [2, 3], [1, 2, 3])])
     assert lookup.propose([1, 2, 3], 0, 0, 4) == (0, [])
+
+
+def test_rejected_ids_of_a_corpus_do_not_slow_the_lookup_in_the_sequence() -> None:
+    lookup = CorpusLookup()
+    lookup.index = CorpusIndex([array([5, 6, 7, 1, 2, 3, 90, 91, 92], [40, 41, 42, 93, 94])])
+    drafter = NgramDrafter(4, LookupSettings(max_corpus_drafts=2), corpora=lookup)
+    ids = [1, 2, 3, 70, 71, 72, 73, 5, 6, 7, 1, 2, 3]
+    for _ in range(3):
+        assert drafter.propose(ids, 0, 4) == [90, 91]
+        drafter.note(2, 2, len(ids))  # accepted: the next proposal is not longer than `max_corpus_drafts`
+    drafter.note(2, 0, len(ids))
+    assert drafter.propose(ids, 0, 4) == [70, 71, 72, 73]  # the corpora pause; the sequence has its own pace
+    drafter.note(4, 0, len(ids))
+    assert drafter.propose(ids, 0, 4) == []  # both pause
+    assert drafter.propose([*ids, 40, 41, 42], 0, 4) == [93]  # shorter after the failure

@@ -14,6 +14,7 @@ def share(odds: MatchOdds, length: int, num_accepted: int, num_matches: int = 10
     for _ in range(num_matches):
         if odds.pays(length):
             count += 1
+            odds.begin(length)
             odds.note(length, num_accepted)
     return count / num_matches
 
@@ -32,6 +33,15 @@ def test_a_retry_that_pays_off_ends_the_pause() -> None:
     odds.cost = 1.5
     share(odds, 3, 0, TRIES + FIRST_PAUSE)
     assert share(odds, 3, 2, 10 * FIRST_PAUSE) > 0.7
+
+
+def test_a_match_without_ids_to_propose_does_not_lengthen_the_pause() -> None:
+    odds = MatchOdds(8)
+    odds.cost = 1.5
+    share(odds, 3, 0, TRIES + FIRST_PAUSE)  # the first retry has failed
+    assert sum(odds.pays(3) for _ in range(10 * FIRST_PAUSE)) > 8 * FIRST_PAUSE  # none has ids
+    assert share(odds, 3, 0, 1) == 1.0
+    assert share(odds, 3, 0, 4 * FIRST_PAUSE) == 1 / (4 * FIRST_PAUSE)  # the second retry has failed
 
 
 @pytest.mark.parametrize(("rows", "seconds", "cost"), [(1, 2.5, 1.5), (4, 1.5, 0.5 * 4 / 2)])

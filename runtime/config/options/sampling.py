@@ -232,6 +232,29 @@ class SpeculativeArgs:
         other_unit=True,
         sglang="18",
     )
+    speculative_ngram_external_corpus_path: str | None = option(
+        None,
+        "NGRAM: file with texts in which tokens are looked up too, one JSON string per line. The id of this corpus is "
+        "the path. More corpora can be added at run time with /add_external_corpus.",
+        plan="draft.corpus_path",
+    )
+    speculative_ngram_external_sam_budget: int | None = option(
+        None,
+        "NGRAM: maximum number of drafted tokens per sequence and step that come from corpora. 0: no corpora. Default: "
+        "--speculative-num-draft-tokens.",
+        low=0,
+        high=64,
+        plan="scheduler.max_corpus_drafts",
+        other_unit=True,
+        sglang="0",
+    )
+    speculative_ngram_external_corpus_max_tokens: int = option(
+        10_000_000,
+        "NGRAM: maximum number of tokens of all corpora. A token takes up to 40 bytes of host memory.",
+        low=1,
+        high=100_000_000,
+        plan="draft.max_corpus_tokens",
+    )
     speculative_accept_threshold_single: float = option(
         1.0,
         "In drawn outputs, accept a drafted token if the model gives it at least this probability. Below 1, outputs no "

@@ -44,6 +44,7 @@ def draft_plan(builder: PlanBuilder, demo_path: str | None) -> DraftPlan:
             "speculative_algorithm",
             f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path, {needed}.",
         )
+    _check_corpus(builder)
     return builder.build(
         DraftPlan,
         algorithm=Decision(algorithm, "by --speculative-algorithm"),
@@ -59,11 +60,13 @@ def draft_decisions(
     """Return the decisions about draft tokens for the scheduler's section of the plan."""
     by_model = model_method(builder) is not None
     _check_used(builder)
+    numbers = _max_drafts(builder, gpu, facts)
     step_drafts = Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts")
     if by_model and gpu is None:
         step_drafts = Decision(MODEL_STEP_DRAFTS, "on a CPU, larger steps with more drafts do not pay")
     return {
-        **_max_drafts(builder, gpu, facts),
+        **numbers,
+        "max_corpus_drafts": _corpus_drafts(builder, numbers["max_lookup_drafts"]),
         "max_step_drafts": step_drafts,
         "min_draft_gain": _min_gain(builder),
         "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
@@ -300,6 +303,29 @@ def _breadths(builder: PlanBuilder) -> Decision[tuple[int, int]]:
     low, high = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
     _check_range(builder, "speculative_ngram_min_bfs_breadth", low, high, "--speculative-ngram-max-bfs-breadth")
     return Decision((low, high), "continuations after the longest and after the shortest n-grams")
+
+
+def _corpus_drafts(builder: PlanBuilder, lookup: Decision[int]) -> Decision[int]:
+    """Decide how many draft tokens may come from corpora, if `lookup` draft tokens may come from prompt lookup."""
+    budget = builder.args.speculative.speculative_ngram_external_sam_budget
+    if budget is None or budget >= lookup.value:
+        return lookup
+    return Decision(budget, "by --speculative-ngram-external-sam-budget")
+
+
+def _check_corpus(builder: PlanBuilder) -> None:
+    args, option = builder.args.speculative, "speculative_ngram_external_corpus_path"
+    path, why = args.speculative_ngram_external_corpus_path, None
+    if path is None:
+        return
+    if not Path(path).is_file():
+        why = "it is not a file of this machine"
+    elif args.speculative_ngram_external_sam_budget == 0:
+        why = "--speculative-ngram-external-sam-budget 0 leaves no drafts for it; set at least 1"
+    elif builder.args.text.skip_tokenizer_init:
+        why = "without a tokenizer (--skip-tokenizer-init), texts cannot be read; add token ids by /add_external_corpus"
+    if why is not None:
+        builder.refuse(option, f"--{option.replace('_', '-')} {path}: {why}.")
 
 
 def _check_range(builder: PlanBuilder, option: str, low: int, high: int, limit: str) -> None:

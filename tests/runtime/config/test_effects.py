@@ -101,6 +101,8 @@ VALUES: dict[str, list[Any]] = {
     "device": ["cpu"],
     "speculative_config": [{"method": "ngram", "num_speculative_tokens": 3}],
     "speculative_adaptive": [{"min_gain": 1.5}],
+    "speculative_ngram_external_corpus_path": [__file__],
+    "speculative_ngram_external_sam_budget": [3],
     "chat_template": ["llama-3"],
     "completion_template": ["star_coder"],
     "tokenizer_worker_num": [3],

@@ -14,7 +14,7 @@ import pytest
 import http_server
 from greedy import model_path, prompts
 from runtime.actors import corpora
-from runtime.errors import InvalidRequest
+from runtime.errors import ConfigurationError, InvalidRequest
 from serve import Engine, SyncEngine
 from serve.server.app import build_app
 from served_core import Serve, Served
@@ -83,6 +83,45 @@ async def test_corpora_bring_drafts_until_they_are_removed(
     assert "There is no corpus" in await refusal(http, "/remove_external_corpus", {"corpus_id": "file"})
 
 
+async def test_corpus_of_the_start_is_used_and_can_be_removed(plain: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps("Another text.") + "\n" + json.dumps(PROMPT + plain["text"]) + "\n")
+    options = {"corpus_path": str(file), "sam_budget": 3, "corpus_max_tokens": 100}
+    options = {f"speculative_ngram_external_{name}": value for name, value in options.items()}
+    async with Engine(log_level="error", **NGRAM, **options) as engine:
+        [(name, count)] = engine.list_external_corpora()["corpus_token_counts"].items()
+        assert name == str(file)
+        answer = await engine.generate(PROMPT, sampling_params=GREEDY)
+        assert answer["output_ids"] == plain["output_ids"]
+        assert num_accepted(answer) > 30
+        assert len(answer["meta_info"]["spec_correct_drafts_histogram"]) <= 1 + 3
+        with pytest.raises(
+            InvalidRequest, match=f"at most {98 - count} more tokens"
+        ):  # each document counts as a token
+            await engine.add_external_corpus(token_chunks=[[1] * 100])
+        await engine.remove_external_corpus(name)
+        assert num_accepted(await engine.generate(PROMPT, sampling_params=GREEDY)) < 30
+
+
+async def test_start_with_a_corpus_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('"a"\n[1]')
+    path = {"speculative_ngram_external_corpus_path": str(file)}
+    starts: list[tuple[str, dict[str, Any]]] = [
+        ("not a file", {"speculative_ngram_external_corpus_path": str(tmp_path)}),
+        ("leaves no drafts", {**path, "speculative_ngram_external_sam_budget": 0}),
+        ("skip-tokenizer-init", {**path, "skip_tokenizer_init": True}),
+        ("needs --speculative-algorithm NGRAM", {**path, "speculative_algorithm": None}),
+        ("corpus.jsonl: Line 2 is not a JSON string", path),
+    ]
+    for words, options in starts:
+        with pytest.raises(ConfigurationError, match=words):
+            await Engine(log_level="error", **{**NGRAM, **options}).start()
+    file.write_text('"Two words"')
+    with pytest.raises(ConfigurationError, match="too large: at most 1 more"):
+        await Engine(log_level="error", **NGRAM, **path, speculative_ngram_external_corpus_max_tokens=1).start()
+
+
 async def test_corpora_that_cannot_be_used_are_refused(
     http: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,12 +142,8 @@ async def test_corpora_that_cannot_be_used_are_refused(
     for line, words in (("[1]", "Line 2 is not a JSON string"), ("a", "Line 2 is not JSON"), ("[" * 10**5, "Line 2")):
         file.write_text('"a"\n' + line)
         assert words in await refused(file_path=str(file))
-    monkeypatch.setattr(corpora, "MAX_CORPUS_TOKENS", 5)
-    assert "at most 5 more" in await refused(token_chunks=[[1, 2, 3], [4]])
-    monkeypatch.setattr(corpora, "MAX_TOTAL_TOKENS", 6)
     first = {"corpus_id": "a", "token_chunks": [[1, 2, 3, 4]]}
     assert (await http.post("/add_external_corpus", json=first)).json()["loaded_token_count"] == 4
-    assert "at most 1 more" in await refusal(http, "/add_external_corpus", {"token_chunks": [[1]]})
     monkeypatch.setattr(corpora, "MAX_CORPORA", 1)
     assert "at most 1 are allowed" in await refusal(http, "/add_external_corpus", {"token_chunks": [[1]]})
 
@@ -124,6 +159,9 @@ async def test_engine_without_ngram_or_tokenizer_says_what_it_lacks(served: Serv
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             await engine.add_external_corpus(documents=["a"])
         assert (await engine.add_external_corpus(token_chunks=[prompts()[0]]))["success"]
+    async with Engine(log_level="error", **NGRAM, speculative_ngram_external_sam_budget=0) as engine:
+        with pytest.raises(InvalidRequest, match="sam-budget 0"):
+            await engine.add_external_corpus(token_chunks=[[1]])
 
 
 async def test_only_admins_call_the_routes(serve: Serve) -> None:

@@ -55,6 +55,17 @@ async def test_models_are_listed_by_get_and_not_by_replicas_that_ended() -> None
     assert [scope["method"] for scope in replicas["a"].scopes] == ["POST"]  # whose server refuses it
 
 
+async def test_corpora_are_options_of_the_deployment() -> None:
+    from serve.on_ray.ingress import Ingress
+
+    replicas: Any = Replicas()
+    for path in ("/add_external_corpus", "/remove_external_corpus"):
+        answer = await Ingress({"m": replicas}, {"m": ["m"]})(request_of("POST", path))
+        assert answer.status_code == 501
+        assert b"--speculative-ngram-external-corpus-path" in answer.body
+    assert not replicas.scopes
+
+
 async def test_a_replica_takes_no_request_for_one_of_its_machine() -> None:
     from runtime.errors import Forbidden
     from serve.http.access import Access, AccessKey, RouteScope
