@@ -196,11 +196,22 @@ class HostTier:
 
         The sequence must already have its pages from the tree.
         """
-        first, size = len(sequence.pages), self.page_size
+        first = len(sequence.pages)
+        count = self.num_present(sequence, first, limit // self.page_size)
+        return (first + count) * self.page_size if count else sequence.num_computed
+
+    def num_present(self, sequence: Sequence, first: int, end: int) -> int:
+        """Return how many consecutive pages of the sequence, from index `first` up to `end`, are in the tier.
+
+        Returns 0 while restoring pages takes longer than computing them.
+        """
         if not self._pays:
-            return sequence.num_computed
-        count = self._num_present(sequence, first, limit // size)
-        return (first + count) * size if count else sequence.num_computed
+            return 0
+        entries, size = self._entries, self.page_size
+        for index in range(first, end):
+            if page_keys(sequence, index + 1, size)[index] not in entries:
+                return index - first
+        return max(0, end - first)
 
     def keep(self, sequence: Sequence, end: int) -> list[int]:
         """Return the host pages of a sequence with page indices from `len(sequence.pages)` up to `end` (exclusive).
@@ -296,14 +307,6 @@ class HostTier:
     def _pays(self) -> bool:
         """Whether copying a page from the host is faster than computing its tokens. True if either time is unknown."""
         return self.copy_s is None or self.compute_s is None or self.copy_s < self.compute_s
-
-    def _num_present(self, sequence: Sequence, first: int, end: int) -> int:
-        """Return how many consecutive pages of the sequence, from index `first` up to `end`, are in the tier."""
-        entries, size = self._entries, self.page_size
-        for index in range(first, end):
-            if page_keys(sequence, index + 1, size)[index] not in entries:
-                return index - first
-        return max(0, end - first)
 
     def _touch(self, keys: Iterable[bytes | None]) -> None:
         """Mark these pages and all their predecessors as most recently used."""

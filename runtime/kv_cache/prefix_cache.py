@@ -163,6 +163,14 @@ class PrefixCache:
             return self._resumable_tokens(sequence)
         return self._tree.match_length(sequence.keys, reusable_tokens(sequence), sequence.namespace)
 
+    def num_cached(self, sequence: Sequence) -> int:
+        """Return how many leading tokens are cached on the device or in the host tier. Does not change the cache."""
+        num_tokens = self.match_length(sequence)
+        if self.tier is None:
+            return num_tokens
+        first, end = num_tokens // self.page_size, reusable_tokens(sequence) // self.page_size
+        return num_tokens + self.tier.num_present(sequence, first, end) * self.page_size
+
     def path(self, sequence: Sequence) -> list[Node]:
         """Return the tree nodes that match the sequence's tokens. Does not change the tree."""
         return self._tree.path(sequence.keys, reusable_tokens(sequence), sequence.namespace)

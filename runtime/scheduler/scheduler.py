@@ -413,8 +413,8 @@ class Scheduler:
         return self._cache.touch(ids, namespace)
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Return how many tokens of a new sequence are in the prefix tree, without changing the tree."""
-        return self._cache.match_length(sequence)
+        """Return how many tokens of a new sequence are in the prefix tree or the host tier, without changing them."""
+        return self._cache.num_cached(sequence)
 
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over all running and waiting sequences."""

@@ -33,10 +33,12 @@ def tier_of(drive: Drive) -> HostTier:
 
 
 def ask(drive: Drive, prompt: list[int], **options: Any) -> Sequence:
-    """Compute a prompt alone, and check its tokens."""
+    """Compute a prompt alone, and check its tokens, and how many of them were predicted to be in the cache."""
     sequence = make_sequence(prompt, **options)
+    predicted = drive.scheduler.num_cached(sequence)
     drive.add(sequence)
     drive.run()
+    assert sequence.num_cached == predicted
     assert drive.output(sequence) == drive.expected(sequence)
     return sequence
 
