@@ -302,6 +302,7 @@ OWN["granitemoehybrid"] = {
     "mamba_d_state": 6,
     "mamba_n_groups": 2,
     "mamba_n_heads": 4,
+    "mamba_chunk_size": 16,  # of transformers; its default of 256 is slow for short prompts
     "shared_intermediate_size": 24,
 }
 LFM2 = {"norm_eps": 1e-3, "layer_types": ["conv", FULL, "conv"], "conv_bias": True}
