@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -34,6 +34,10 @@ T = TypeVar("T")
 UNLOAD_TIMEOUT_S = 60.0  # longest wait of `unload` for the requests that use the adapter
 MAX_NAME = 256  # characters
 MAX_LISTED = 100  # maximum number of adapters in metrics; each adds a line to every scrape
+CHANGED = (
+    "The files of the adapter {name} changed after it was loaded. To use the new files, unload it, or load it again "
+    "with load_inplace."
+)
 OFF = "LoRA adapters are off on this server; start it with --enable-lora."
 
 
@@ -47,6 +51,7 @@ class _Entry:
     resident: bool = False  # whether all ranks have it in host memory
     num_requests: int = 0
     load_s: float = 0.0
+    digest: str = ""  # of its files when they were first loaded; "" if unknown
     measured: bool = False  # whether its weights in host memory were computed from the model's weights (DoRA)
     temporary: bool = False  # whether its folder is removed when the adapter is freed
     unused: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,7 +70,7 @@ class AdapterRegistry:
     ) -> None:
         """Create the registry of the schedulers that `alive` returns.
 
-        With `shares_pages`, KV pages may go to other processes, so an adapter's files are hashed when it is loaded.
+        With `shares_pages`, KV pages may go to other processes, with the digest of the adapter's files.
         """
         self._plan = plan
         self._shares_pages = shares_pages
@@ -250,14 +255,11 @@ class AdapterRegistry:
         return True
 
     async def restore(self, runner: Runner) -> None:
-        """Load all resident adapters on a restarted replica."""
+        """Load all resident adapters on a restarted replica. Raises CheckpointError if the files of one changed."""
         async with self._lock:
             for entry in (*self._names.values(), *self._retired):
                 if entry.resident:
-                    payload = {"id": entry.adapter.id, "path": entry.adapter.path}
-                    is_left = any(await runner.call("load_adapter", payload))
-                    while is_left:
-                        is_left = any(await runner.call("measure_adapter", payload))
+                    await _read(entry, runner.call)
 
     @property
     def measured(self) -> list[str]:
@@ -355,18 +357,14 @@ class AdapterRegistry:
 
     async def _load(self, entry: _Entry) -> None:
         began_s = time.monotonic()
-        payload = {"id": entry.adapter.id, "path": entry.adapter.path}
-        stamps = await asyncio.to_thread(_stamps, entry.adapter) if self._shares_pages else []
         try:
-            is_left = entry.measured = any(await self._call("load_adapter", payload))
-            while is_left:  # one layer at a time, so that steps can run in between
-                is_left = any(await self._call("measure_adapter", payload))
+            entry.measured = await _read(entry, self._call)
         except BaseException:
             with suppress(Exception):  # the first error is more informative
                 await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their shards
             raise
         if self._shares_pages:
-            entry.adapter = entry.adapter._replace(content=await asyncio.to_thread(_content, entry.adapter, stamps))
+            entry.adapter = entry.adapter._replace(content=entry.digest)
         entry.resident, entry.load_s = True, time.monotonic() - began_s
         self.load_s.observe(entry.load_s)
 
@@ -433,22 +431,39 @@ class AdapterRegistry:
         return self._kept(asyncio.create_task(free()))
 
 
+async def _read(entry: _Entry, call: Callable[[str, Mapping[str, Any]], Awaitable[list[Any]]]) -> bool:
+    """Load the files of an adapter with the commands that `call` runs. Return whether a command measured its weights.
+
+    Raises CheckpointError if the files are not those that were loaded first.
+    """
+    stamps = await asyncio.to_thread(_stamps, entry.adapter)
+    payload = {"id": entry.adapter.id, "path": entry.adapter.path}
+    hashing = asyncio.create_task(asyncio.to_thread(_digest, entry.adapter))
+    try:
+        is_measured = is_left = any(await call("load_adapter", payload))
+        while is_left:  # one layer at a time, so that steps can run in between
+            is_left = any(await call("measure_adapter", payload))
+    finally:
+        digest = await hashing
+    if await asyncio.to_thread(_stamps, entry.adapter) != stamps:
+        logger.warning("The files of the adapter %s were replaced while they were loaded.", entry.adapter.name)
+        digest = ""
+    if entry.digest and digest != entry.digest:
+        raise CheckpointError(CHANGED.format(name=entry.adapter.name))
+    entry.digest = digest
+    return is_measured
+
+
 def _stamps(adapter: Adapter) -> list[tuple[str, int, int, int]]:
     with suppress(OSError):  # loading then fails with a better message
         return adapter_stamps(Path(adapter.path))
     return []
 
 
-def _content(adapter: Adapter, stamps: list[tuple[str, int, int, int]]) -> str:
-    """Return the digest of the adapter's files, or "" if they cannot be read or no longer have these stamps."""
-    try:
-        digest = adapter_digest(Path(adapter.path))
-        if adapter_stamps(Path(adapter.path)) == stamps:
-            return digest
-        problem = "its files were replaced while they were loaded"
-    except OSError as error:
-        problem = str(error)
-    logger.warning("Pages of the adapter %s stay in this process: %s", adapter.name, problem)
+def _digest(adapter: Adapter) -> str:
+    """Return the digest of the adapter's files, or "" if they cannot be read."""
+    with suppress(OSError):
+        return adapter_digest(Path(adapter.path))
     return ""
 
 

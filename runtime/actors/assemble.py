@@ -119,9 +119,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             for replica in replicas:
-                await anyio.to_thread.run_sync(replica.runner.close)
-                if replica.kv_events is not None:
-                    await anyio.to_thread.run_sync(replica.kv_events.close)
+                await replica.close()
             if traces is not None:
                 await anyio.to_thread.run_sync(traces.close)
         cause = first_error(error)

@@ -101,7 +101,11 @@ class EngineCore:
                 # Wait for a running weight update, so that all replicas have the same weights.
                 async with self._weights_lock:
                     replica = await start_replica(index)
-                await self.adapters.restore(replica.runner)
+                try:
+                    await self.adapters.restore(replica.runner)
+                except BaseException:
+                    await replica.close()
+                    raise
                 replica.scheduler.use_corpora(self.corpora.index)
                 return replica
 

@@ -71,7 +71,7 @@ MEMORY_ERRORS = ("allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of the model, with its scheduler and runner. Its scheduler actor closes the runner."""
+    """One copy of the model, with its scheduler and runner. Its scheduler actor, once made, closes the runner."""
 
     plan: Plan  # its `max_running` is reduced to what the KV pool allows
     scheduler: Scheduler
@@ -81,6 +81,13 @@ class Replica:
     balancer: ExpertBalancer | None = None
     compilation: KernelCompilation | None = None  # None: the kernels of the replica will not change
     lacks_kernels: bool = False  # whether PyTorch computes all steps because the C++ kernels cannot be compiled
+
+    async def close(self) -> None:
+        """Release everything, if no scheduler actor has been made for the replica."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.runner.close)
+            if self.kv_events is not None:
+                await anyio.to_thread.run_sync(self.kv_events.close)
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:

@@ -1,4 +1,4 @@
-"""Other processes may use an adapter's KV pages only if its files did not change while it was loaded."""
+"""An adapter keeps the files with which it was loaded first."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from runtime.actors.adapters import AdapterRegistry
 from runtime.config.plan import LoraPlan
+from runtime.errors import CheckpointError, InvalidRequest
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -29,3 +30,32 @@ async def test_pages_of_an_adapter_that_is_replaced_while_it_is_loaded_are_not_s
     registry = AdapterRegistry(LoraPlan(enabled=True), lambda: [actor], shares_pages=True)
     adapter = await registry.load("name", str(tmp_path))
     assert bool(adapter.content) is not is_replaced
+
+
+async def test_an_adapter_whose_files_changed_is_not_loaded_again(tmp_path: Path) -> None:
+    """It would be another adapter under the same name: on one replica only, or after it left host memory."""
+    weights = [tmp_path / name / "adapter_model.safetensors" for name in ("a", "b")]
+    for file in weights:
+        file.parent.mkdir()
+        file.write_bytes(b"old")
+    verbs: list[str] = []
+
+    async def call(verb: str, payload: Any) -> list[bool]:
+        verbs.append(verb)
+        return [False]
+
+    scheduler = SimpleNamespace(forget_adapter=lambda number: None)
+    actor: Any = SimpleNamespace(runner=SimpleNamespace(call=call), scheduler=scheduler)
+    registry = AdapterRegistry(LoraPlan(enabled=True, max_loaded=1), lambda: [actor])
+    first, second = [await registry.load(file.parent.name, str(file.parent)) for file in weights]
+    weights[1].write_bytes(b"old")  # written again with equal bytes
+    await registry.restore(actor.runner)
+    weights[1].write_bytes(b"new")
+    with pytest.raises(CheckpointError, match="files of the adapter b changed after it was loaded"):
+        await registry.restore(actor.runner)
+    await registry.ready(first)
+    with pytest.raises(InvalidRequest, match="files of the adapter b changed after it was loaded"):
+        await registry.ready(second)
+    assert not registry.is_ready(second)
+    assert verbs[-1] == "drop_adapter"
+    await registry.ready(await registry.load("b", str(weights[1].parent), replace=True))

@@ -13,7 +13,7 @@ from runtime.actors import router
 from runtime.actors.output_stream import OutputStream
 from runtime.actors.replica import Replica
 from runtime.actors.router import PREFIX_SLACK, ReplicaLoad, balance_policy
-from runtime.errors import EngineFailure, WorkerFailed
+from runtime.errors import CheckpointError, EngineFailure, WorkerFailed
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 
@@ -172,6 +172,21 @@ async def test_a_replica_that_is_given_up_does_not_end_one_that_may_return(monke
         may_start.set()
         assert await whole(output) == expected((3, 4))
         assert core.status().state == "ready"
+
+
+async def test_a_replica_whose_adapters_cannot_be_restored_is_closed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
+    async with scripted_core.running_several(2, restarts=2) as (core, runners):
+
+        async def refuse(runner: Any) -> None:
+            raise CheckpointError("The files of the adapter changed.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(core.adapters, "restore", refuse)
+            runners[0].die(DEATH)
+            await until(lambda: len(runners) == 4 and all(runner.closed for runner in runners[2:]))
+        assert not runners[1].closed
+        assert await whole(core.submit(request(3, 4))) == expected((3, 4))
 
 
 async def test_engine_ends_when_no_replica_can_be_started(monkeypatch):
