@@ -35,10 +35,10 @@ from runtime.errors import (
     OutOfMemory,
     first_error,
 )
-from runtime.kv_cache.kinds import CacheKind, Specs
+from runtime.kv_cache.kinds import PAGED, CacheKind, Specs
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.kv_cache.registry import make_kinds
+from runtime.kv_cache.registry import KINDS, by_kind, make_kinds
 from runtime.kv_cache.sizing import (
     StepMemory,
     check_balance,
@@ -419,19 +419,6 @@ def _layout(plan: Plan, worker: ModelWorker) -> str:
     return repr((*sizes, plan.draft.path, specs))
 
 
-def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int, flag: str) -> None:
-    """Raise `ConfigurationError` if a cache kind cannot rewind `max_drafts` rejected draft tokens.
-
-    `flag` is the option that sets `max_drafts`; the message names it.
-    """
-    for kind in kinds:
-        if kind.steps_back is not None and kind.steps_back < max_drafts:
-            raise ConfigurationError(
-                f"--speculative-algorithm: this model's layers with {kind.name} caches can take back "
-                f"{kind.steps_back} token, not {max_drafts}; set {flag} {kind.steps_back} or leave the option out."
-            )
-
-
 def size_cache(
     plan: Plan, worker: ModelWorker, memory: Sequence[Mapping[str, int]], steps: StepMemory | None
 ) -> tuple[Plan, CacheSetup, list[CacheKind], str]:
@@ -446,8 +433,6 @@ def size_cache(
     pages, reason = _size(plan, local, memory, steps)
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=max_running(plan, pages)))
     kinds = make_kinds(worker.cache_specs, plan, pages)
-    flag = "--speculative-num-steps" if plan.scheduler.max_model_drafts else "--speculative-num-draft-tokens"
-    _check_drafts(kinds, plan.scheduler.max_drafts, flag)
     breadths = {
         "--speculative-eagle-topk": plan.scheduler.draft_topk,
         "--speculative-ngram-max-bfs-breadth": plan.scheduler.draft_breadths[1],
@@ -471,8 +456,15 @@ def size_cache(
         direct_copies=plan.cache.copy_backend == "direct",
     )
     also = "".join(f", {count} for {name} layers" for name, count in cache.kinds.items())
+    also += "".join(f" ({each})" for each in _per_sequence(local[0], plan))
     reason = f"{pages} pages{also} of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
     return plan, cache, kinds, reason
+
+
+def _per_sequence(specs: Specs, plan: Plan) -> list[str]:
+    """Return what a running sequence takes in the caches other than pages."""
+    by_name = by_kind(specs, plan)
+    return [text for name in by_name if name != PAGED and (text := KINDS[name].per_sequence(by_name[name], plan))]
 
 
 def rank_infos(plan: Plan) -> list[RankInfo]:

@@ -49,8 +49,8 @@ class CacheKind:
 
     name: ClassVar[str]
     # Maximum number of computed tokens that a sequence can rewind; None: no limit. A sequence rewinds rejected draft
-    # tokens, and a token for which nothing was sampled because its host data was late.
-    steps_back: ClassVar[int | None] = None
+    # tokens, and a row for which nothing was sampled because its host data was late.
+    steps_back: int | None = None
 
     # Advice for the error about too little memory; the error appends the GiB that the units take.
     less_memory: ClassVar[str] = ""
@@ -71,6 +71,11 @@ class CacheKind:
         raise NotImplementedError
 
     @staticmethod
+    def per_sequence(specs: Specs, plan: Plan) -> str:
+        """Return what a running sequence takes, for the text about the sizes of the pools, or ""."""
+        return ""
+
+    @staticmethod
     def used(specs: Specs, plan: Plan) -> bool:
         """Return whether the plan uses this kind. If it does not, the layers of this kind keep all tokens in pages."""
         return True
@@ -86,10 +91,11 @@ class CacheKind:
         raise NotImplementedError
 
     @staticmethod
-    def buffer_sizes(max_rows: int, max_pages: int) -> Mapping[str, int] | None:
+    def buffer_sizes(max_rows: int, max_pages: int, max_drafts: int = 0) -> Mapping[str, int] | None:
         """Return an upper bound on the number of elements of each array of `step_arrays`.
 
-        CUDA graphs allocate fixed buffers of these sizes. If the result is None, steps with this kind are not captured.
+        `max_drafts` is the maximum number of draft tokens of a step. CUDA graphs allocate fixed buffers of these sizes.
+        If the result is None, steps with this kind are not captured.
         """
         return None
 
@@ -103,7 +109,8 @@ class CacheKind:
 
     # --- at run time ---
 
-    def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int) -> None:
+    def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int, max_drafts: int = 0) -> None:
+        """Create the kind. `max_drafts` is the maximum number of draft tokens per row."""
         self.count = num_units
 
     @property

@@ -18,8 +18,9 @@ KINDS: Mapping[str, type[CacheKind]] = {kind.name: kind for kind in (StateKind, 
 
 def make_kinds(specs: Specs, plan: Plan, num_pages: int) -> list[CacheKind]:
     """Create the cache kinds that the layers use, except "paged", for a prefix cache of `num_pages` pages."""
+    size, max_drafts = plan.cache.page_size, plan.scheduler.max_drafts
     return [
-        KINDS[name](kind_specs, KINDS[name].num_units(kind_specs, plan, num_pages), num_pages, plan.cache.page_size)
+        KINDS[name](kind_specs, KINDS[name].num_units(kind_specs, plan, num_pages), num_pages, size, max_drafts)
         for name, kind_specs in by_kind(specs, plan).items()
         if name != PAGED
     ]

@@ -1,10 +1,13 @@
 """Caches of layers that keep one state of fixed size per sequence (see `ops.recurrence`).
 
-A pool has slots, each of which holds one state. A running sequence owns two slots and writes them alternately, so that
-its last token can be computed again from the state before it. A *snapshot* is the state at the end of a page. A
-sequence that matches this page in the prefix tree resumes from the snapshot. States are never copied. Instead, a row
-that passes the end of a page with a snapshot is split into two spans: the first span writes the snapshot, and the
-second one reads it.
+A pool has slots, each of which holds one state. A running sequence owns two slots and writes them in turn, so that its
+last token can be computed again from the state before it. With speculation, it owns as many further slots as a row has
+draft tokens. Every token of a row with draft tokens is a span of its own, so that the states after all its tokens are
+kept. The sequence's next row reads the state after the last accepted token.
+
+A *snapshot* is the state at the end of a page. A sequence that matches this page in the prefix tree resumes from the
+snapshot. States are never copied. Instead, a row that passes the end of a page with a snapshot is split into two spans:
+the first span writes the snapshot, and the second one reads it.
 
 A prompt row writes snapshots at the end of its last full page, and at the end of the last page before its last token.
 Decoding writes a snapshot at the end of each page, and only the two newest ones are kept. If slots run out, the least
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from runtime.batch import Ints
+from runtime.errors import ConfigurationError
 from runtime.kv_cache.kinds import CacheKind, Specs
 from runtime.sequence import Sequence
 
@@ -33,65 +37,93 @@ if TYPE_CHECKING:
     from runtime.layers.recurrent import StateCache, StateSpec
 
 ZEROS = 0
-OWN_SLOTS = 2
-MIN_SLOTS = 3  # minimum number of slots per running sequence: its two own slots and one for a snapshot
-MAX_SLOTS = 4  # maximum number of slots per running sequence, unless the number is configured
-MAX_SPANS = 4  # maximum number of spans per row
+MIB = 2**20
+OWN_SLOTS = 2  # slots that a running sequence owns without speculation
+# Minimum and maximum number of slots per running sequence in addition to its own, unless their number is configured.
+# They hold snapshots.
+MIN_SNAPSHOTS, MAX_SNAPSHOTS = 1, 2
+MAX_SPANS = 4  # maximum number of spans per row without draft tokens
 
 
 @dataclass(slots=True)
 class _States:
-    """The slots of one sequence: its two own slots (allocated with its first row), and those of its last two states."""
+    """The slots of one sequence: its own slots (allocated with its first row), and those of its last states."""
 
-    slot: int = ZEROS  # slot of the state after `length` tokens
-    length: int = 0
-    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens; the last span read this state
-    previous_length: int = 0
+    # Number of tokens -> slot of the state after them, for all states from which the next row may continue.
+    slots: dict[int, int] = field(default_factory=dict)
     own: list[int] = field(default_factory=list)
+    base: int = 0  # the state after p tokens is in own[(p + base) % len(own)], unless it is a snapshot
     # Pages with output tokens that have snapshots, the newest last.
     output_pages: list[int] = field(default_factory=list)
 
-    def rewind(self, start: int) -> None:
-        """Continue from the state after `start` tokens. Raises RuntimeError if this state was overwritten."""
-        if start == self.length:
-            return
-        if start != self.previous_length:
-            raise RuntimeError(f"The state after {start} tokens is gone; the current one is after {self.length}.")
-        self.slot, self.length = self.previous_slot, self.previous_length
+    def rewind(self, start: int) -> int:
+        """Return the slot of the state after `start` tokens, and forget the others. Raises RuntimeError if it is gone.
 
-    def advance(self, slot: int, end: int) -> None:
-        self.previous_slot, self.previous_length = self.slot, self.length
-        self.slot, self.length = slot, end
+        The row's spans add their states to `slots`.
+        """
+        slot = self.slots.get(start)
+        if slot is None:
+            raise RuntimeError(f"The state after {start} tokens is gone; there are those after {[*self.slots]}.")
+        self.slots = {start: slot}
+        return slot
 
-    def other(self) -> int:
-        """Return the own slot to which the next span may write: the one that does not hold the current state."""
-        return self.own[self.slot == self.own[0]]
+    def next_own(self, start: int, end: int) -> int:
+        """Return the own slot for the state after `end` tokens. The span reads the state after `start` tokens.
+
+        The slot follows that of the state before, so that the last states are in different slots.
+        """
+        self.base += start + 1 - end
+        return self.own[(end + self.base) % len(self.own)]
+
+    def add(self, end: int, slot: int) -> None:
+        """Record that `slot` gets the state after `end` tokens."""
+        if len(self.slots) >= len(self.own):  # an earlier span of the row may have written the same slot
+            self.slots = {length: other for length, other in self.slots.items() if other != slot}
+        self.slots[end] = slot
 
     def substitute(self, slot: int, same: int) -> None:
         """Read slot `same` instead of `slot`. Both hold the same state."""
-        self.slot = same if self.slot == slot else self.slot
-        self.previous_slot = same if self.previous_slot == slot else self.previous_slot
+        self.slots = {length: same if other == slot else other for length, other in self.slots.items()}
+
+
+def own_slots(max_drafts: int) -> int:
+    """Return how many slots a running sequence owns: one for the state before a row, and one for each of its tokens."""
+    return OWN_SLOTS + max_drafts
 
 
 class StateKind(CacheKind):
     """Allocates the state slots of running sequences and snapshots."""
 
     name = "state"
-    steps_back = 1
     less_memory = "set a smaller --max-mamba-cache-size: states of recurrent layers take"
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
-        """Return the number of slots: one for the zeros, plus the configured or planned number."""
-        if plan.cache.max_states is not None:
-            return 1 + plan.cache.max_states
-        spec = next(iter(specs.values()))
-        by_tokens = spec.min_slots + num_pages * plan.cache.page_size // spec.tokens_per_slot
-        return 1 + max(MIN_SLOTS, min(MAX_SLOTS * plan.scheduler.max_running, by_tokens))
+        """Return the number of slots: one for the zeros, plus the configured or planned number.
+
+        Raises `ConfigurationError` if a running sequence needs more than the configured number.
+        """
+        spec, own, most = next(iter(specs.values())), own_slots(plan.scheduler.max_drafts), plan.cache.max_states
+        if most is not None and most < own:
+            raise ConfigurationError(
+                f"--max-mamba-cache-size {most}: with {plan.scheduler.max_drafts} draft tokens, a running request "
+                f"takes {own} states; set at least {own}, or fewer draft tokens."
+            )
+        if most is not None:
+            return 1 + most
+        num_tokens = num_pages * plan.cache.page_size * (own + MIN_SNAPSHOTS) // (OWN_SLOTS + MIN_SNAPSHOTS)
+        by_tokens = spec.min_slots + num_tokens // spec.tokens_per_slot
+        most = (own + MAX_SNAPSHOTS) * plan.scheduler.max_running
+        return 1 + max(own + MIN_SNAPSHOTS, min(most, by_tokens))
 
     @staticmethod
     def unit_bytes(specs: Specs, plan: Plan) -> int:
         return sum(spec.num_bytes for spec in specs.values())
+
+    @staticmethod
+    def per_sequence(specs: Specs, plan: Plan) -> str:
+        own = own_slots(plan.scheduler.max_drafts)
+        return f"{own} of {StateKind.unit_bytes(specs, plan) / MIB:.2f} MiB for each running sequence"
 
     @staticmethod
     def make_layer(
@@ -100,8 +132,8 @@ class StateKind(CacheKind):
         return spec.make(num_units + 1, device)
 
     @staticmethod
-    def buffer_sizes(max_rows: int, max_pages: int) -> Mapping[str, int]:
-        return {"spans": max_rows * MAX_SPANS * 4}
+    def buffer_sizes(max_rows: int, max_pages: int, max_drafts: int = 0) -> Mapping[str, int]:
+        return {"spans": (max_rows * MAX_SPANS + max_drafts) * 4}
 
     @staticmethod
     def scratch_arrays(counts: Seq[int], num_units: int) -> dict[str, Ints]:
@@ -109,9 +141,11 @@ class StateKind(CacheKind):
         spans = [(ZEROS, num_units, start, count) for start, count in zip(starts, counts, strict=False)]
         return {"spans": np.array(spans, np.int32).reshape(-1, 4)}
 
-    def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int) -> None:
-        super().__init__(specs, num_units, num_pages, page_size)
+    def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int, max_drafts: int = 0) -> None:
+        super().__init__(specs, num_units, num_pages, page_size, max_drafts)
         self._size = page_size
+        self.num_own = own_slots(max_drafts)  # slots that a running sequence owns
+        self.steps_back = self.num_own - 1
         self.reset()
 
     def reset(self) -> None:
@@ -122,7 +156,7 @@ class StateKind(CacheKind):
 
     @property
     def max_sequences(self) -> int:
-        return max(1, (self.count - 1) // MIN_SLOTS)
+        return max(1, (self.count - 1) // (self.num_own + MIN_SNAPSHOTS))
 
     def resumable(self, pages: Seq[int], count: int) -> int:
         while count and pages[count - 1] not in self._snapshots:
@@ -130,12 +164,12 @@ class StateKind(CacheKind):
         return count
 
     def enter(self, sequence: Sequence) -> None:
-        states = self._states[sequence] = _States()
+        states, slot = _States(), ZEROS
         if sequence.pages:
             page = sequence.pages[-1]
             slot = self._snapshots[page] = self._snapshots.pop(page)  # makes the snapshot the most recently used one
-            states.slot = states.previous_slot = slot
-            states.length = states.previous_length = len(sequence.pages) * self._size
+        states.slots[len(sequence.pages) * self._size] = slot
+        self._states[sequence] = states
 
     def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
         """Return `spans` [S, 4]: slot to read, slot to write, first token in the flat batch, number of tokens."""
@@ -146,15 +180,18 @@ class StateKind(CacheKind):
             states = self._states[sequence]
             if not states.own:
                 # Snapshots never take the slots that sequences own.
-                states.own = [self._free.pop() for _ in range(OWN_SLOTS)]
-            states.rewind(start)
+                states.own = [self._free.pop() for _ in range(self.num_own)]
+            read = states.rewind(start)
+            self._in_step.add(read)
             for end in self._cuts(sequence, start, start + count):
-                slot = self._snapshot(sequence, states, end) if end % self._size == 0 else None
-                slot = states.other() if slot is None else slot
-                spans.append((states.slot, slot, first, end - states.length))
-                self._in_step |= {states.slot, slot}
-                first += end - states.length
-                states.advance(slot, end)
+                own = states.next_own(start, end)
+                snapshot = self._snapshot(sequence, states, end) if end % self._size == 0 else None
+                slot = own if snapshot is None else snapshot
+                spans.append((read, slot, first, end - start))
+                self._in_step.add(slot)
+                states.add(end, slot)
+                first += end - start
+                read, start = slot, end
         return {"spans": np.array(spans, np.int32)}
 
     def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:
@@ -189,18 +226,21 @@ class StateKind(CacheKind):
         if sorted([*self._free, *own, *self._snapshots.values()]) != list(range(1, self.count)):
             raise ValueError("The state slots do not balance.")
 
-    def _cuts(self, sequence: Sequence, start: int, end: int) -> list[int]:
+    def _cuts(self, sequence: Sequence, start: int, end: int) -> Iterable[int]:
         """Return the ends of a row's spans.
 
         A row ends a span at these positions:
+        - after every token, if it has draft tokens
         - the end of its last full page
         - the end of the last full page that a sequence with the same tokens could share
         - before its last token, if this token may be computed again
         - the end of the row
         """
+        if sequence.num_drafted or end == start + 1:
+            return range(start + 1, end + 1)
         size = self._size
         cuts = {end // size * size, (end - 1) // size * size, end}
-        if sequence.constraint is not None or sequence.num_drafted:
+        if sequence.constraint is not None:
             cuts.add(end - 1)
         return sorted(cut for cut in cuts if cut > start)
 
@@ -223,11 +263,11 @@ class StateKind(CacheKind):
     @property
     def _num_available_snapshots(self) -> int:
         """Number of additional snapshots that fit while enough slots remain for the running sequences."""
-        return self.count - 1 - OWN_SLOTS * self.max_sequences - len(self._snapshots)
+        return self.count - 1 - self.num_own * self.max_sequences - len(self._snapshots)
 
     def _drop_one(self, pages: Iterable[int]) -> None:
         """Drop the first snapshot of these pages that is used neither by a sequence nor by the step being built."""
-        needed = {slot for states in self._states.values() for slot in (states.slot, states.previous_slot)}
+        needed = {slot for states in self._states.values() for slot in states.slots.values()}
         needed |= self._in_step
         unread = next((page for page in pages if self._snapshots.get(page, ZEROS) not in needed | {ZEROS}), None)
         if unread is not None:

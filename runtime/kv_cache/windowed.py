@@ -62,7 +62,7 @@ class WindowedPages(CacheKind):
         return PagedKVCache.zeros(spec, num_units, page_size, dtype, device, kind=WindowedPages.name)
 
     @staticmethod
-    def buffer_sizes(max_rows: int, max_pages: int) -> Mapping[str, int]:
+    def buffer_sizes(max_rows: int, max_pages: int, max_drafts: int = 0) -> Mapping[str, int]:
         return {"page_table": max_rows * max_pages}
 
     @staticmethod
@@ -71,8 +71,8 @@ class WindowedPages(CacheKind):
 
     # --- while the engine runs ---
 
-    def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int) -> None:
-        super().__init__(specs, num_units, num_pages, page_size)
+    def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int, max_drafts: int = 0) -> None:
+        super().__init__(specs, num_units, num_pages, page_size, max_drafts)
         self.window, self._size = _window(specs), page_size
         self._pages_held = pages_held(self.window, page_size)
         self._num_pages = num_pages

@@ -76,7 +76,7 @@ def make_cache(first: Mapping[str, Any]) -> PrefixCache:
         if name == WindowedPages.name:
             kinds.append(WindowedPages({0: SimpleNamespace(window=window)}, count, num_pages, page_size))
         else:
-            kinds.append(StateKind({}, count, num_pages, page_size))
+            kinds.append(StateKind({}, count, num_pages, page_size, int(first["scheduler"]["max_drafts"])))
     cache = PrefixCache(
         num_pages,
         page_size,

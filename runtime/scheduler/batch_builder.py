@@ -61,8 +61,8 @@ class BatchBuilder:
         # With pipeline parallelism, a sequence is in only one step in flight at a time, so the micro-batches are
         # independent.
         self._one_at_a_time = plan.micro_batches > 1
-        # A sequence with a constraint is also in only one step at a time if a cache kind can rewind only one token.
-        self._one_step_back = any(kind.steps_back == 1 for kind in cache.kinds)
+        # A sequence with a constraint is also in only one step at a time if a cache kind can rewind only its last row.
+        self._one_step_back = any(kind.steps_back is not None for kind in cache.kinds)
 
     def build(self, number: int) -> Batch | None:
         """Build batch `number` and allocate its pages. Return None if no row can be computed."""

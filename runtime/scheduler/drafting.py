@@ -52,7 +52,8 @@ class Drafting:
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
         self._follows_draws = plan.overlap_draws
         self._drafts_constraints = plan.draft_constraints
-        self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
+        # A late mask rewinds all tokens of a row.
+        self._may_stall = all(kind.steps_back is None or kind.steps_back > plan.max_drafts for kind in cache.kinds)
         # Measures whether draft tokens make steps faster. None: they are always proposed.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
         # If there is a draft model, it proposes ids when prompt lookup does not, so match lengths are not measured.

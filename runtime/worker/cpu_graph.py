@@ -257,7 +257,7 @@ class CpuGraph:
     def _buffers(self, kind: str) -> dict[str, Tensor]:
         """Allocate the buffers for the arrays of a cache kind, by name."""
         pages = min(self._cache.num_pages, -(-self._context_length // self._cache.page_size))
-        sizes = KINDS[kind].buffer_sizes(self._max_rows, pages)
+        sizes = KINDS[kind].buffer_sizes(self._max_rows, pages, self._max_samples - self._max_rows)
         if sizes is None:
             raise NotCapturable(f"steps with {kind} caches are not captured")
         return {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}

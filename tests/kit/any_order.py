@@ -107,8 +107,7 @@ class AnyOrder(RuleBasedStateMachine):
         # shrinks the estimate for long outputs, of which admission reserves only a part
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(budget, "RESERVED_OUTPUT_TOKENS", reserved)
-        # recurrent states can go back by one token only
-        self.max_drafts = min(max_drafts, 1) if num_states else max_drafts
+        self.max_drafts = max_drafts
         if self.records:
             self.max_drafts = 0  # the record does not have the test's own drafts
             self.folder = TemporaryDirectory()
@@ -131,7 +130,7 @@ class AnyOrder(RuleBasedStateMachine):
             vocab_size=VOCAB,
             window=window,
             num_windowed=int(windowed_share * num_tokens // page_size),
-            num_states=num_states,
+            num_states=max(num_states, 2 + max_drafts) if num_states else 0,  # at least those of one sequence
             num_host_pages=num_host_pages,
             num_tier_pages=num_tier_pages,
             write_policy=write_policy,

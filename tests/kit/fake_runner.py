@@ -560,7 +560,7 @@ class Drive:
             specs = {0: KVSpec(1, 1, window)}
             kinds = [WindowedPages(specs, max(least, num_windowed), num_pages, page_size)]
         if num_states:
-            states = StateKind({}, 1 + num_states, num_pages, page_size)
+            states = StateKind({}, 1 + num_states, num_pages, page_size, plan.max_drafts)
             plan = replace(plan, max_running=min(plan.max_running, states.max_sequences))
             kinds.append(states)
         self.cache = PrefixCache(

@@ -86,8 +86,8 @@ class CacheArgs:
     )
     max_mamba_cache_size: int | None = option(
         None,
-        "Number of states kept for models with recurrent layers. Each running request takes two states, and at most "
-        "a third of this number of requests run together. The remaining states belong to cached prefixes. Default: "
+        "Number of states kept for models with recurrent layers. Each running request takes two states, plus one for "
+        "each draft token of speculative decoding. One further state per request is left for cached prefixes. Default: "
         "as many as fit into memory.",
         low=2,
         plan="cache.max_states",

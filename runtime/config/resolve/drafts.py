@@ -164,12 +164,12 @@ def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dic
         return dict.fromkeys(_NUMBERS, Decision(0, why))
     decisions = dict.fromkeys(_NUMBERS, Decision(0, "by --speculative-algorithm"))
     if model is not None:
-        decisions["max_model_drafts"] = _model_drafts(builder, model, chained=algorithm != model, facts=facts)
+        decisions["max_model_drafts"] = _model_drafts(builder, model, chained=algorithm != model)
     if "NGRAM" in methods(builder):
-        most = 1 if facts.recurrent else MAX_DRAFTS  # recurrent layers can undo only one token
-        decisions["max_lookup_drafts"] = lookup = builder.follow_or(
-            "speculative_num_draft_tokens", most, "the default for prompt lookup"
-        )
+        most, why = MAX_DRAFTS, "the default for prompt lookup"
+        if facts.recurrent:
+            most, why = MODEL_DRAFTS, "recurrent layers keep a state for each draft token of a sequence"
+        decisions["max_lookup_drafts"] = lookup = builder.follow_or("speculative_num_draft_tokens", most, why)
         longest = builder.args.speculative.speculative_ngram_branch_length
         if longest is not None and longest < lookup.value:
             decisions["max_lookup_drafts"] = Decision(longest, "by --speculative-ngram-branch-length")
@@ -198,7 +198,7 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
     return None
 
 
-def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: ModelFacts) -> Decision[int]:
+def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool) -> Decision[int]:
     """Decide how many tokens a draft model or head proposes.
 
     As in SGLang, --speculative-num-draft-tokens also counts the token before the draft tokens. If the model is
@@ -220,8 +220,6 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: Mo
         return Decision(tokens - 1, "by --speculative-num-draft-tokens, without the token that drafts follow")
     if steps is not None:
         return Decision(steps, "by --speculative-num-steps")
-    if facts.recurrent:
-        return Decision(1, "recurrent layers can take back one token")
     return Decision(MODEL_DRAFTS, f"the default for {method}")
 
 
