@@ -49,6 +49,22 @@ def read_draft_facts(draft: DraftPlan, target: ModelFacts) -> ModelFacts:
     return read_facts(path, _eagle_overrides(draft, path, target), model_impl="native")
 
 
+def nextn_overrides(draft: ModelFacts) -> Mapping[str, Any]:
+    """Return the overrides with which a draft head of NEXTN with these facts was read from the model's config.json."""
+    return {**_OF_MODEL, "architectures": [draft.architecture], "nextn_layer": draft.config.get("nextn_layer")}
+
+
+def has_nextn_tensors(path: str, draft: ModelFacts) -> bool:
+    """Return whether a checkpoint has tensors for a draft head of NEXTN with these facts, as far as this is known."""
+    layer = draft.config.get("nextn_layer")
+    return _has_tensors(path, OWN_PREFIXES.get(draft.architecture, f"model.layers.{layer}."))
+
+
+def _has_tensors(path: str, prefix: str) -> bool:
+    stored = tensor_names(path)
+    return stored is None or any(name.startswith(prefix) for name in stored)
+
+
 def _eagle_overrides(draft: DraftPlan, path: str, target: ModelFacts) -> Mapping[str, Any]:
     """Return the overrides that complete the config.json of an EAGLE head for use as a draft head."""
     values = read_values(Path(path))[0]
@@ -84,8 +100,7 @@ def _nextn_overrides(path: str, target: ModelFacts) -> Mapping[str, Any]:
         )
     layer = Fields(values, "config.json: ").integer("num_hidden_layers")
     prefix = OWN_PREFIXES.get(name, f"model.layers.{layer}.")
-    stored = tensor_names(path)
-    if stored is not None and not any(name.startswith(prefix) for name in stored):
+    if not _has_tensors(path, prefix):
         raise ConfigurationError(
             f"--speculative-algorithm NEXTN: {path} has no tensors {prefix}*; it was saved without multi-token "
             "prediction layers. Use NGRAM, STANDALONE or EAGLE3."

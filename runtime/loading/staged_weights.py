@@ -174,7 +174,7 @@ class StagedWeights:
         """
         names = {name for layer in self._prepared for name in self._units[layer]}
         with torch.inference_mode():
-            replaced = [_replace(layer, fresh) for layer, fresh in self._prepared.items()]
+            replaced = [replace_parameters(layer, fresh) for layer, fresh in self._prepared.items()]
         self._prepared.clear()
         if keep_memory and all(replaced):
             self._memory.reset()
@@ -251,7 +251,7 @@ class StagedWeights:
                 if self._fixed:
                     _check_layout(layer, fresh)
                 with torch.inference_mode():
-                    _replace(layer, fresh)
+                    replace_parameters(layer, fresh)
         self._scratch = NOTHING
 
     def _current(self, name: str) -> list[Shard]:
@@ -263,7 +263,7 @@ class StagedWeights:
                 "(experts, quantised weights)."
             )
         with torch.inference_mode():
-            shell = _shell(layer, getattr(torch, self._plan.dtype), torch.device(self._plan.device))
+            shell = shell_of(layer, getattr(torch, self._plan.dtype), torch.device(self._plan.device))
             _recover(layer, shell)
         return own_shards(shell)[name]
 
@@ -290,7 +290,7 @@ class StagedWeights:
         if not recover and (fresh := self._converted(layer, source, present, dtype, device)) is not None:
             return fresh
         reused = device.type == "cpu" and isinstance(layer, Linear) and type(layer.method) is Unquantized
-        fresh = self._scratch_shell(layer, dtype) if reused else _shell(layer, dtype, device)
+        fresh = self._scratch_shell(layer, dtype) if reused else shell_of(layer, dtype, device)
         shards = _shards(fresh)
         with torch.inference_mode():
             if recover:
@@ -312,7 +312,7 @@ class StagedWeights:
         return nullcontext() if launcher is None else launcher.weights_in(self._memory)
 
     def _scratch_shell(self, layer: Weighted, dtype: torch.dtype) -> Weighted:
-        """Like `_shell`, with parameters in the scratch memory, which the next layer overwrites."""
+        """Like `shell_of`, with parameters in the scratch memory, which the next layer overwrites."""
         shell, first, places = _outline(layer), 0, {}
         for name, parameter in shell.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -418,7 +418,7 @@ def _outline(layer: Weighted) -> Weighted:
     return outline
 
 
-def _shell(layer: Weighted, dtype: torch.dtype, device: torch.device) -> Weighted:
+def shell_of(layer: Weighted, dtype: torch.dtype, device: torch.device) -> Weighted:
     """Return a copy of the layer with newly allocated parameters, which are not filled."""
     shell = _outline(layer)
     for part in (shell, *_kept_parts(shell)):
@@ -473,7 +473,7 @@ def _check_layout(layer: Weighted, fresh: Weighted) -> None:
             )
 
 
-def _replace(layer: Weighted, fresh: Weighted) -> bool:
+def replace_parameters(layer: Weighted, fresh: Weighted) -> bool:
     """Move the parameters of `fresh` to `layer`. A parameter with the same layout is copied into the old memory.
 
     Return True if all parameters were copied. The memory of `fresh` is then free.

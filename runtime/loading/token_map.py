@@ -18,6 +18,7 @@ from runtime.layers.embedding import Embedding
 from runtime.layers.lm_head import LMHead
 from runtime.layers.weight import frozen
 from runtime.loading.loader import open_tensors
+from runtime.loading.staged_weights import replace_parameters, shell_of
 from runtime.modeling.decoder import Decoder
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -53,7 +54,7 @@ def head_of_tokens(target: Decoder, facts: ModelFacts, plan: ModelPlan, kernels:
     head, embedding = target.head, target.embedding
     if head is None or embedding is None or plan.load_format == "dummy" or head.has_bias or head.unit:
         raise ConfigurationError(f"{FLAG} needs a model with an LM head without bias, in a checkpoint; leave it out.")
-    stored = f"{embedding.name if head.tied else head.name}.weight"
+    stored = lm_head_tensor(target)
     tensors = open_tensors(facts, plan)
     if stored not in tensors.shapes:
         raise ConfigurationError(f"{FLAG}: {facts.path} has no tensor {stored}, from which the rows are read.")
@@ -67,3 +68,24 @@ def head_of_tokens(target: Decoder, facts: ModelFacts, plan: ModelPlan, kernels:
     small.weight = frozen(rows[0].to(device, dtype))
     small.prepare()
     return small
+
+
+def lm_head_tensor(model: Decoder) -> str:
+    """Return the name, in the model, of the tensor with the rows of the LM head, which may be the embedding's."""
+    layer = model.embedding if model.head is None or model.head.tied else model.head
+    return "" if layer is None else f"{layer.name}.weight"
+
+
+class TokenRows:
+    """The LM head of `head_of_tokens`, whose rows are replaced when the model's LM head changes."""
+
+    def __init__(self, head: LMHead, ids: Tensor, name: str) -> None:
+        """`ids` are the token ids of the rows of `head`, int64 [n]. The tensor `name` has the rows of all tokens."""
+        self._head, self._ids, self.name = head, ids, name
+
+    def replace(self, whole: Tensor) -> None:
+        """Take the rows of a whole LM head [V, E]."""
+        outline = shell_of(self._head, whole.dtype, whole.device)
+        outline.weight = frozen(whole[self._ids.to(whole.device)])
+        outline.prepare()
+        replace_parameters(self._head, outline)

@@ -22,10 +22,11 @@ from runtime.layers.embedding import Embedding
 from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.linear import Linear
 from runtime.layers.pooler import Pooler
+from runtime.loading.draft_facts import has_nextn_tensors
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import Outline, make_pooler, outline_model, prepared_layers
 from runtime.loading.parameters import Named, fill_shards
-from runtime.loading.staged_weights import StagedWeights, same_layout
+from runtime.loading.staged_weights import Staged, StagedWeights, same_layout
 from runtime.loading.weight_memory import MemoryFile, checksums, fill_random, release, reserve
 from runtime.loading.whole_vocabulary import WholeVocabulary
 from runtime.mesh.mesh import Mesh
@@ -96,6 +97,7 @@ class LoadedWeights:
         self._vocabulary: WholeVocabulary | None = (
             None  # rank 0's copy of the vocabulary layers, updated with the weights
         )
+        self._head: LoadedWeights | None = None  # a draft head in the model's checkpoint, updated with the weights
         self.unset: set[str] = set()  # tensors that lost their values in a release, and have not been loaded since
         # Whether the weights are those of the source's files; False after `commit` and `fill_random`.
         self._from_files = source.plan.load_format != "remote_instance"
@@ -105,6 +107,9 @@ class LoadedWeights:
 
         Reads no weights except the scales of the KV cache.
         """
+        head = self._head_in(path)
+        if head is not None:
+            head.check(path, load_format)
         try:
             self._outline(self._target(path, load_format))
         except (InvalidRequest, CheckpointError):
@@ -127,10 +132,13 @@ class LoadedWeights:
         except Exception as error:  # returned as text: the caller then makes all ranks restore their weights
             logger.exception("The weights of %s were not loaded.", path)
             return {"error": _reason(error)}
-        return {"error": None}
+        head = self._head_in(path)
+        return {"error": None} if head is None else head.load(path, load_format)
 
     def loaded(self) -> None:
         """Accept the weights of the last `load`. Call this after all ranks have loaded them."""
+        if self._head is not None and self._head.is_changing:
+            self._head.loaded()
         self._is_loading = False
         self._from_files = True
         self.unset.clear()
@@ -142,6 +150,8 @@ class LoadedWeights:
 
         Raises RuntimeError if they cannot be read again. The model is then unusable.
         """
+        if self._head is not None and self._head.is_changing:
+            self._head.restore()
         source = self._source = self._previous
         self._is_loading = False
         if self._backup is not None:
@@ -184,8 +194,28 @@ class LoadedWeights:
         gguf = "The weights of GGUF files cannot be replaced while the server runs."
         return gguf if is_gguf(facts.path) else ""
 
+    @property
+    def max_bytes(self) -> int:
+        """Upper bound on the bytes of all tensors of an update that this rank uses, in float32."""
+        return self.staged.num_bytes + (0 if self._head is None else self._head.staged.num_bytes)
+
+    def stage(self, tensors: Mapping[str, Tensor], **options: Any) -> Staged:
+        """Prepare new layers of the model and of the draft head in its checkpoint (see `StagedWeights.stage`)."""
+        unknown, waiting = self.staged.stage(tensors, **options)
+        if self._head is not None:
+            waiting = [*waiting, *self._head.staged.stage(tensors, **options).waiting]
+        return Staged(unknown, waiting)
+
+    def drop_staged(self) -> None:
+        """Discard all staged tensors and layers."""
+        self.staged.drop()
+        if self._head is not None:
+            self._head.drop_staged()
+
     def free_update_memory(self) -> None:
         """Free the memory that updates keep for later updates."""
+        if self._head is not None:
+            self._head.free_update_memory()
         if self._staged is not None:
             self._staged.free_memory()
 
@@ -196,12 +226,27 @@ class LoadedWeights:
         """
         if self._released:
             raise CheckpointError("The memory of the weights is released; resume it first.")
+        if self._head is not None:
+            self._head.commit(keep_memory=keep_memory)
         names = self.staged.commit(keep_memory=keep_memory)
         self._from_files = self._from_files and not names
         self.unset -= names
         if not names.isdisjoint(self.staged.vocabulary_names):
             self._gather_vocabulary()
         return len(names)
+
+    def update_head(self, head: LoadedWeights) -> None:
+        """Update the draft head with the model: its layers are in the model's checkpoints and updates (NEXTN)."""
+        self._head = head
+
+    def _head_in(self, path: str) -> LoadedWeights | None:
+        """Return the weights of the draft head if this checkpoint has tensors for it, or else None."""
+        if self._head is None:
+            return None
+        if has_nextn_tensors(path, self._head._source.facts):
+            return self._head
+        logger.warning("%s has no multi-token prediction layers, so the draft head keeps its weights.", path)
+        return None
 
     def follow(self, vocabulary: WholeVocabulary, *, gather: bool) -> None:
         """Keep this copy equal to the weights of all ranks, from now on (`gather`) or from the next update on.

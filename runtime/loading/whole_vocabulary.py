@@ -1,26 +1,34 @@
-"""Rank 0's copy of the whole embedding and LM head, for a draft head if tensor-parallel ranks divide them."""
+"""What a draft head on rank 0 has of the model's vocabulary layers, updated with the model's weights."""
 
 from __future__ import annotations
 
 from runtime.loading.staged_weights import StagedWeights
+from runtime.loading.token_map import TokenRows
 from runtime.mesh.axis import Axis
 
 
 class WholeVocabulary:
     """Joins the shards that the ranks of the first pipeline stage have of the embedding and the LM head.
 
-    Rank 0 has the copy. The other ranks only take part in `gather`.
+    Rank 0 has a copy of both, if there are several ranks, and the rows of a token map. The other ranks only take part
+    in `gather`.
     """
 
-    def __init__(self, ranks: Axis, copy: StagedWeights | None) -> None:
-        self._ranks, self._copy = ranks, copy
+    def __init__(self, ranks: Axis, copy: StagedWeights | None, rows: TokenRows | None = None) -> None:
+        self._ranks, self._copy, self._rows = ranks, copy, rows
 
     def gather(self, own: StagedWeights) -> None:
-        """Make the copy equal to the current shards of all ranks. `own` belongs to this rank's model.
+        """Make the copy and the rows equal to the current shards of all ranks. `own` belongs to this rank's model.
 
-        All ranks must call this method at the same time. Needs memory for both whole tensors on every rank. Raises
+        All ranks must call this method at the same time. Needs memory for the whole tensors on every rank. Raises
         CheckpointError unless `own.reads_vocabulary`.
         """
-        whole = {name: self._ranks.all_reduce(own.own_part(name)) for name in own.vocabulary_names}
+        rows = self._rows
+        if self._ranks.size == 1:
+            whole = {} if rows is None else {rows.name: own.own_part(rows.name)}
+        else:
+            whole = {name: self._ranks.all_reduce(own.own_part(name)) for name in own.vocabulary_names}
         if self._copy is not None:
             self._copy.replace(whole)
+        if rows is not None:
+            rows.replace(whole[rows.name])

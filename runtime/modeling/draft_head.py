@@ -7,6 +7,7 @@ head uses the target's embedding, and the target's LM head unless the head's che
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -76,9 +77,20 @@ class DraftHead(Decoder):
         if self.head is None:
             self.head = target.head
 
+    def without_target(self) -> DraftHead:
+        """Return a head with the same layers, but without the layers of the target. Call this before `share`."""
+        own = copy.copy(self)
+        object.__setattr__(own, "_modules", dict(self._modules))
+        return own
+
     def propose_only(self, ids: Tensor, head: LMHead) -> None:
         """Limit the proposals to the tokens `ids`, int64 [n], ascending. `head` is an LM head with only these rows."""
         self._tokens, self.head = ids, head
+
+    @property
+    def frequent(self) -> tuple[LMHead, Tensor] | None:
+        """The LM head and the ids of `propose_only`, or None if it was not called."""
+        return None if self._tokens is None or self.head is None else (self.head, self._tokens)
 
     @property
     def token_ids(self) -> Tensor | None:

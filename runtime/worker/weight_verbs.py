@@ -135,7 +135,7 @@ def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[
         try:
             staged = rank.loaded.staged
             if payload["first"]:
-                specs = announced(payload, staged.num_bytes * payload["share"])
+                specs = announced(payload, rank.loaded.max_bytes * payload["share"])
                 group.announce(specs, payload["packing"], payload["packed_bytes"])
             rank.received.append(group.receive(payload["packing"], payload["source"], lend=not staged.keeps_tensors))
             return {"left": len(group.parts)}
@@ -155,7 +155,7 @@ def stage_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]
     try:
         with _on_device(rank):
             part = _part(rank, payload)
-            result = rank.loaded.staged.stage(
+            result = rank.loaded.stage(
                 part.tensors, merge=payload["merge"], final=payload["final"], lent=part.lent, later=part.later
             )
     except Exception as error:  # allocations and kernels raise errors of many types
@@ -179,7 +179,7 @@ def commit_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any
 def drop_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
     """Drop all staged layers and received tensors."""
     rank.received.clear()
-    rank.loaded.staged.drop()
+    rank.loaded.drop_staged()
 
 
 # --- reading and checking ---

@@ -38,9 +38,10 @@ from runtime.kv_cache.sizing import StepMemory
 from runtime.layers.batch_reads import batch_reads
 from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.moe import mixtures
+from runtime.loading.draft_facts import nextn_overrides
 from runtime.loading.loader import load_model
 from runtime.loading.staged_weights import StagedWeights
-from runtime.loading.token_map import head_of_tokens, read_token_map
+from runtime.loading.token_map import TokenRows, head_of_tokens, lm_head_tensor, read_token_map
 from runtime.loading.weight_memory import stored_bytes
 from runtime.loading.weight_update import LoadedWeights, WeightSource
 from runtime.loading.whole_vocabulary import WholeVocabulary
@@ -374,7 +375,8 @@ class ModelWorker:
         device = open_device(self.device)
         if loaded.ring is not None:
             loaded.ring.use(device)
-        vocabulary = self._vocabulary
+        vocabulary, draft = self._vocabulary, self._models.get(DRAFT)
+        head = draft.decoder.without_target() if draft is not None and isinstance(draft.decoder, DraftHead) else None
         drafter = self._make_draft_model(plan, device, model) if plan.scheduler.max_model_drafts else None
         reads_states = isinstance(drafter, DeviceDrafter) and drafter.reads_states
         forward = self._make_forward(loaded.setup, model, pool, device, cache, keeps_states=reads_states)
@@ -387,8 +389,11 @@ class ModelWorker:
         if self._warms_up(device) and not loaded.setup.plan.is_embedding:
             with torch.inference_mode(), device.forward():
                 sampler.warm_up(cache.num_sequences)
-        weights = self._loaded_weights(loaded, cache, name, fixed=forward is not model or cpu_graph is not None)
-        self._follow_vocabulary(weights, vocabulary)
+        fixed = forward is not model or cpu_graph is not None
+        weights = self._loaded_weights(loaded, cache, name, fixed=fixed)
+        self._follow_vocabulary(weights, model, vocabulary, None if draft is None else draft.decoder)
+        if weights is not None and draft is not None and head is not None and plan.draft.algorithm == "NEXTN":
+            self._update_head(weights, head, draft, fixed=fixed)
         executor = StepExecutor(
             model,
             pool,
@@ -446,7 +451,7 @@ class ModelWorker:
             model.tap(self._setup.head_layers, self.kernels.join)
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
         weights = self._loaded_weights(loaded, cache, name, fixed=forward is not model)
-        self._follow_vocabulary(weights, None)
+        self._follow_vocabulary(weights, model, None, None)
         executor = StepExecutor(
             model,
             pool,
@@ -534,13 +539,21 @@ class ModelWorker:
         """Whether a draft head's copy of the embedding and LM head comes from the ranks, not from a checkpoint."""
         return self._setup.models[TARGET].plan.load_format in ("sharded_state", "remote_instance")
 
-    def _follow_vocabulary(self, weights: LoadedWeights | None, copy: Decoder | None) -> None:
-        """Keep rank 0's `copy` of the embedding and LM head equal to the weights of all ranks of the first stage."""
+    def _follow_vocabulary(
+        self, weights: LoadedWeights | None, model: Decoder, copy: Decoder | None, draft: Decoder | None
+    ) -> None:
+        """Keep what rank 0's draft head has of the vocabulary equal to the weights of all ranks of the first stage.
+
+        This is `copy`, the whole embedding and LM head, if there are several ranks, and the LM head of a token map.
+        """
         info, target = self.mesh.rank_info, self._setup.models[TARGET]
-        if self._setup.head_layers is None or info.stage_size == 1 or not info.is_first_stage:
+        rows = None
+        if isinstance(draft, DraftHead) and draft.frequent is not None:
+            rows = TokenRows(*draft.frequent, lm_head_tensor(model))
+        if self._setup.head_layers is None or not info.is_first_stage or (info.stage_size == 1 and rows is None):
             return
         if weights is None:
-            if self._gathers_vocabulary:
+            if self._gathers_vocabulary and info.stage_size > 1:
                 raise ConfigurationError(
                     f"With --load-format {target.plan.load_format} and --tp-size, a draft head takes no model with "
                     "layers in host memory; use --load-format auto."
@@ -549,7 +562,16 @@ class ModelWorker:
         staged = None
         if copy is not None:
             staged = StagedWeights(copy, target.facts, target.plan, fixed=True, scaled_cache=False)
-        weights.follow(WholeVocabulary(self.mesh.axis("tp"), staged), gather=self._gathers_vocabulary)
+        gather = self._gathers_vocabulary and info.stage_size > 1
+        weights.follow(WholeVocabulary(self.mesh.axis("tp"), staged, rows), gather=gather)
+
+    def _update_head(self, weights: LoadedWeights, head: DraftHead, draft: _LoadedModel, *, fixed: bool) -> None:
+        """Update the draft head of NEXTN with the model's `weights`, if it is in the same checkpoint."""
+        facts, source = draft.setup.facts, draft.source
+        if facts.path == self._setup.models[TARGET].facts.path:
+            source = replace(source, plan=replace(source.plan, config_overrides=nextn_overrides(facts)))
+            own = LoadedWeights(head, source, self.kernels, self._alone, fixed=fixed, scaled_cache=False)
+            weights.update_head(own)
 
     def _make_adapters(self, setup: WorkerSetup) -> Adapters | None:
         if not setup.lora.enabled:

@@ -60,6 +60,11 @@ class Proposals:
         return rows
 
 
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
 async def answers(**options: Any) -> list[dict[str, Any]]:
     async with Engine(log_level="error", random_seed=1, **options) as engine:
         calls = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
@@ -274,6 +279,59 @@ async def test_a_heads_vocabulary_follows_the_weights_of_two_ranks(
                 await engine.update_weights_from_disk(str(updated))
                 for layer in vocabulary.values():
                     layer.weight.data = layer.weight.data.roll(7, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "more"),
+    [
+        ("NEXTN deepseek_v3", "disk", {}),
+        ("NEXTN mimo", "tensors", {"speculative_token_map": "frequent.json"}),
+        pytest.param("NEXTN qwen3_next", "disk", {"speculative_token_map": "frequent.json"}, marks=pytest.mark.slow),
+        pytest.param("NEXTN glm4_moe", "tensors", {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "EAGLE llama", "disk", {"tp_size": 2, "speculative_token_map": "frequent.json"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+async def test_drafts_after_an_update_are_those_of_a_start_with_the_new_weights(
+    kind: str, way: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update has the layers of NEXTN, and the LM head rows of the token map."""
+    old, new = (TinyHead(make_folder(tmp_path / str(seed)), kind, seed=seed) for seed in (5, 6))
+    if kind not in draft_heads.NEXTN:  # the update has no draft head
+        shutil.rmtree(new.head)
+        shutil.copytree(old.head, new.head)
+    (tmp_path / "frequent.json").write_text(json.dumps(list(range(0, old.vocab_size, 3))))
+    if "speculative_token_map" in more:
+        more = {**more, "speculative_token_map": str(tmp_path / "frequent.json")}
+    prompts = [[5, 9, 17, 30, 8], [40, 41, 42]]
+    proposals = Proposals(monkeypatch)
+
+    async def drafts(engine: Engine) -> list[Any]:
+        proposals.take()
+        found = [await engine.generate(input_ids=prompt, sampling_params=GREEDY) for prompt in prompts]
+        return [proposals.take(), [answer[IDS] for answer in found]]
+
+    options: dict[str, Any] = {"log_level": "error", "dtype": "float32", "disable_radix_cache": True, **more}
+    async with Engine(**options, **new.options) as fresh:
+        expected = await drafts(fresh)
+    async with Engine(**options, **old.options) as engine:
+        before = await drafts(engine)
+        assert before[0] != expected[0]
+        if kind in draft_heads.NEXTN:
+            tensors = load_file(new.target / "model.safetensors")
+            damaged = Path(shutil.copytree(new.target, tmp_path / "damaged"))
+            name = next(name for name in tensors if name.startswith(new.names[3]))
+            save_file({**tensors, name: tensors[name][:3].clone()}, damaged / "model.safetensors", {"format": "pt"})
+            with pytest.raises(CheckpointError):
+                await engine.update_weights_from_disk(str(damaged))
+            assert await drafts(engine) == before
+        if way == "disk":
+            await engine.update_weights_from_disk(str(new.target))
+        else:
+            await engine.update_weights_from_tensor(load_file(new.target / "model.safetensors"))
+        assert await drafts(engine) == expected
+        engine.core.check()
 
 
 @pytest.mark.slow
