@@ -166,6 +166,13 @@ class SchedulerPlan(Section):
         """Maximum number of prompt tokens in one step. A single longer prompt that is not chunked may exceed it."""
         return self.chunk_tokens or self.max_prefill_tokens
 
+    @property
+    def max_row_drafts(self) -> int:
+        """Maximum number of draft tokens of a sequence in one step, including alternatives."""
+        by_model = self.max_tree_drafts if self.max_model_drafts and self.draft_topk > 1 else 0
+        looked_up = self.max_lookup_ids if self.max_lookup_drafts and self.draft_breadths[1] > 1 else 0
+        return max(self.max_drafts, by_model, looked_up)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan(Section):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch, Drafts, Ints, Sampling
+from runtime.batch import Batch, Drafts, Ints, PageCopy, Sampling
 from runtime.speculative.model_drafts import DRAFT
 
 # For each draft number k: the rows that have a k-th draft token, and the likeliest token ids at its position, [n,
@@ -85,15 +85,66 @@ def branch_arrays(batch: Batch, drafts: Drafts, sampling: Sampling) -> dict[str,
     firsts, counts = batch.counts.cumsum() - batch.counts, batch.counts[rows]
     offsets = np.arange(int(counts.max()))
     is_id = offsets < counts[:, None]
-    ids = batch.token_ids[np.minimum(firsts[rows][:, None] + offsets, len(batch.token_ids) - 1)]
+    places = np.minimum(firsts[rows][:, None] + offsets, len(batch.token_ids) - 1)
+    ids = batch.token_ids[places]
     return {
         # [M], trunk of each branch, as an index into [D].
         "branch_owners": np.searchsorted(drafts.rows, owners).astype(np.int64),
         # [M], first sampled position of each branch, as an index into [N].
         "branch_firsts": np.searchsorted(sampling.row_of, rows).astype(np.int64),
         "branch_depths": depths.astype(np.int64),  # [M], number (from 1) of the draft token that the branch replaces
-        "branch_ids": np.where(is_id, ids, -1).astype(np.int64),  # [M, K], token ids of each branch, padded with -1
+        # [M, K], token ids of each branch, padded with -1. On a GPU, `DeviceDrafter` replaces DRAFT.
+        "branch_ids": np.where(is_id, ids, -1).astype(np.int64),
+        "branch_places": places.astype(np.int64),  # [M, K], indices of these ids in [T]
+        # Indices in [T] of all tokens that are not in a branch.
+        "branch_trunks": np.flatnonzero(np.repeat(is_trunk(batch), batch.counts)),
     }
+
+
+def alternative_arrays(batch: Batch, rows: Ints, counts: Ints) -> dict[int, dict[str, np.ndarray]]:
+    """Return, for each draft number k, arrays [A] that say where the alternatives to the k-th draft tokens belong.
+
+    `rows` are the rows in `trunks(batch)` for which the draft model proposes, and `counts` their numbers of draft
+    tokens. The arrays have, for each alternative: an index into the rows with a k-th draft token ("rows"), the number
+    of likelier alternatives to the same draft token ("ranks"), and the index of the branch's first id in [T]
+    ("places").
+    """
+    if batch.drafts is None or batch.drafts.branches is None:
+        return {}
+    numbers, firsts = is_trunk(batch).cumsum() - 1, batch.counts.cumsum() - batch.counts
+    ranks: dict[tuple[int, int], int] = {}
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
+        if batch.token_ids[firsts[row]] == DRAFT:  # otherwise prompt lookup has proposed the branch's ids
+            rank = ranks[owner, depth] = ranks.get((owner, depth), -1) + 1
+            own = int(np.searchsorted(rows[counts >= depth], numbers[owner]))
+            found.setdefault(depth, []).append((own, rank, int(firsts[row])))
+    return {
+        depth: dict(zip(("rows", "ranks", "places"), np.array(entries, np.int64).T)) for depth, entries in found.items()
+    }
+
+
+def choose_alternatives(likeliest: Tensor, drafted: Tensor, ranks: Tensor) -> Tensor:
+    """Return the id of each alternative, int64 [A]: the likeliest id after the draft token and `ranks` [A] others.
+
+    `likeliest` int64 [A, topk] are the likeliest ids at each alternative's position, the likeliest first, and `drafted`
+    int64 [A] the draft tokens.
+    """
+    is_before = (likeliest == drafted[:, None]).cumsum(1)  # whether the draft token is among the first ids
+    places = ranks[:, None]
+    return likeliest.gather(1, places + is_before.gather(1, places)).squeeze(1)
+
+
+def copies_of_first_pages(batch: Batch, page_size: int) -> list[PageCopy]:
+    """Return the copies that fill each branch's first page with the entries that a draft model has in the trunk's."""
+    if batch.drafts is None or batch.drafts.branches is None:
+        return []
+    rows, owners, _ = batch.drafts.branches
+    firsts = batch.starts[rows]
+    inside = firsts % page_size != 0
+    rows, owners, firsts = rows[inside], owners[inside], firsts[inside] // page_size
+    pages = batch.page_table
+    return [PageCopy("device", "device", pages[owners, firsts], pages[rows, firsts])] if len(rows) else []
 
 
 def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +15,31 @@ from runtime.kv_cache.pools import KVPool
 from runtime.modeling.decoder import Decoder
 from runtime.modeling.draft_head import DraftHead
 from runtime.speculative.model_drafts import DRAFT
+from runtime.worker.branches import alternative_arrays, choose_alternatives, trunks
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device
 from runtime.worker.draft_entries import DraftEntries, EntryRows, draft_sampling, drafted_by_model
+from runtime.worker.drafts import Verified
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 
 # Name of an array of draft tokens -> name of the array with their indices into [T].
-PLACES = {"draft_ids": "draft_places", "drafts_before": "places_before", "relaxed_drafts": "relaxed_places"}
+PLACES = {
+    "draft_ids": "draft_places",
+    "branch_ids": "branch_places",
+    "drafts_before": "places_before",
+    "relaxed_drafts": "relaxed_places",
+}
+
+
+class _Proposed(NamedTuple):
+    """One proposed draft token of several rows, and the alternatives to it."""
+
+    ids: Tensor  # int64 [n]
+    states: Tensor  # [n, E], the drafter's states at these tokens' positions
+    targets: Tensor  # int64 [n], indices of the ids in the step's token ids, without branches
+    alternatives: Tensor | None  # int64 [A], ids of alternatives, or None if there are none
+    places: Tensor | None  # int64 [A], indices of the alternatives in [T]
 
 
 class DeviceDrafter:
@@ -36,6 +54,9 @@ class DeviceDrafter:
                   entry for each further draft token
         observe   (for a draft head) computes the entries of prompts, and stores the target's states of the step
 
+    Branches (`sequence.Branch`) have no entries. After a step, the ids and states of accepted branches replace those of
+    the trunk.
+
     All steps of the drafter go through `forward`, which replays CUDA graphs. The proposed ids are written into the
     target's step on the device, without a copy to the host.
     """
@@ -49,10 +70,12 @@ class DeviceDrafter:
         num_sequences: int,
         max_drafts: int,
         forward: Forward,
+        topk: int = 1,
     ) -> None:
+        """Create the drafter. Its alternatives are among the `topk` likeliest ids."""
         self.pool = pool  # has the same page ids as the target's pool
         self._model, self._sampler, self._forward = model, sampler, forward
-        self._head = model if isinstance(model, DraftHead) else None
+        self._head, self._topk = model if isinstance(model, DraftHead) else None, topk
         self._entries = DraftEntries(num_sequences, max_drafts, int(self.reads_states))
         self._kept = kept = self._entries.kept
         self._stagings = [Staging(device) for _ in range(max_drafts + 1)]
@@ -79,40 +102,69 @@ class DeviceDrafter:
 
         `lengths`, int32 by sequence index, has the exact starts of the rows whose starts the host does not know.
         """
-        token_ids = inputs.forward.token_ids
-        self._store(batch, inputs, self._ids, token_ids)
-        rows, counts = drafted_by_model(batch)
-        todo = self._entries.missing(batch, rows)
+        trunk, own = _without_branches(batch, inputs)
+        token_ids = own.forward.token_ids
+        self._store(trunk, own, self._ids, token_ids)
+        rows, counts = drafted_by_model(trunk)
+        todo, alternatives = self._entries.missing(trunk, rows), list[_Proposed]()
         if len(todo.rows):
-            token_ids = self._propose(batch, inputs, token_ids, todo, rows, counts, lengths)
+            places = alternative_arrays(batch, rows, counts)
+            token_ids, alternatives = self._propose(trunk, token_ids, todo, rows, counts, lengths, places)
         if not len(rows):
             return inputs
-        self._store(batch, inputs, self._ids, token_ids)
+        self._store(trunk, own, self._ids, token_ids)
+        if trunk is not batch and inputs.samples.drafts is not None:
+            token_ids = inputs.forward.token_ids.index_copy(0, inputs.samples.drafts["branch_trunks"], token_ids)
+            for found in alternatives:
+                if found.places is not None and found.alternatives is not None:
+                    token_ids.index_copy_(0, found.places, found.alternatives)
         return _with_token_ids(inputs, token_ids)
 
-    def observe(self, batch: Batch, inputs: StepInputs, states: Tensor) -> None:
-        """Process the target's states of a step's tokens, [T, 3E] or [T, E]. Does nothing for a draft model."""
-        if self._head is None:
-            return
-        # A copy, because the drafter's own graphs may overwrite the results of the target's graph.
-        states = self._head.project(states.clone())
-        todo = self._entries.of_prompts(batch)
-        if len(todo.rows):
-            step, places = self._entries.step(batch, todo)
-            self._compute(step, places, inputs.forward.token_ids, states, self._last_tokens, 0)
-        self._store(batch, inputs, self._states, states)
+    def observe(self, batch: Batch, inputs: StepInputs, states: Tensor | None, verified: Verified | None) -> None:
+        """Process a step after its draft tokens are `verified`.
+
+        For a draft head, `states` are the target's states of the step's tokens, [T, 3E] or [T, E].
+        """
+        if self._head is not None and states is not None:
+            trunk, own = _without_branches(batch, inputs)
+            # A copy, because the drafter's own graphs may overwrite the results of the target's graph.
+            states = self._head.project(states.clone())
+            of_trunk = states
+            if trunk is not batch and inputs.samples.drafts is not None:
+                of_trunk = states[inputs.samples.drafts["branch_trunks"]]
+            todo = self._entries.of_prompts(trunk)
+            if len(todo.rows):
+                step, places = self._entries.step(trunk, todo)
+                self._compute(step, places, own.forward.token_ids, of_trunk, self._last_tokens, 0)
+            self._store(trunk, own, self._states, of_trunk)
+        if verified is not None and verified.taken is not None and inputs.samples.drafts is not None:
+            self._take(inputs, inputs.samples.drafts, verified.taken, states)
+
+    def _take(self, inputs: StepInputs, arrays: Mapping[str, Tensor], taken: Tensor, states: Tensor | None) -> None:
+        """Store the ids and states of the accepted branches `taken` [D] in place of the trunk's."""
+        chosen = taken.clamp(min=0)
+        used = (arrays["branch_ids"][chosen] >= 0) & (taken >= 0)[:, None]
+        # Otherwise, the first token of the trunk is stored again, so that no index is written with two values.
+        places = torch.where(used, arrays["branch_places"][chosen], arrays["draft_places"][:, :1] - 1).flatten()
+        stored = inputs.sequences[places], inputs.forward.positions[places] % self._kept
+        self._ids[stored] = inputs.forward.token_ids[places]
+        if states is not None:
+            self._states[stored] = states[places].to(self._states.dtype)
 
     def _propose(
         self,
         batch: Batch,
-        inputs: StepInputs,
         token_ids: Tensor,
         todo: EntryRows,
         rows: Ints,
         counts: Ints,
         lengths: Tensor,
-    ) -> Tensor:
-        """Compute the entries `todo`, then propose draft tokens. Return the target's token ids with them, int64 [T]."""
+        alternatives: Mapping[int, Mapping[str, np.ndarray]],
+    ) -> tuple[Tensor, list[_Proposed]]:
+        """Compute the entries `todo`, then propose draft tokens and `alternatives` (see `alternative_arrays`).
+
+        Return the target's token ids with the draft tokens, int64 [T], and what was proposed. `batch` has no branches.
+        """
         step, places = self._entries.step(batch, todo)
         firsts = batch.counts.cumsum() - batch.counts
         if len(rows):
@@ -126,20 +178,23 @@ class DeviceDrafter:
             if batch.unknown_starts is not None:
                 places["unknown"] = batch.unknown_starts[rows]
             places["targets"] = (firsts[rows] + 1).astype(np.int64)
-        found = self._compute(step, places, token_ids, None, lengths, 0)
+            places |= _named(alternatives.get(1))
+        found, proposed = self._compute(step, places, token_ids, None, lengths, 0), list[_Proposed]()
         for number in range(1, int(counts.max(initial=0)) + 1):
             if found is None:
                 break
-            ids, states, targets = found
-            token_ids = token_ids.index_copy(0, targets, ids)
+            proposed.append(found)
+            token_ids = token_ids.index_copy(0, found.targets, found.ids)
             more = counts > number
             if not more.any():
                 break
             kept = np.flatnonzero(more[counts >= number])
             step = self._entries.next_step(batch, rows[more], number)
             places = {"kept": kept, "targets": (firsts[rows[more]] + number + 1).astype(np.int64)}
-            found = self._compute(step, places, ids, states, lengths + (number - self._entries.shift), number)
-        return token_ids
+            places |= _named(alternatives.get(number + 1))
+            ends = lengths + (number - self._entries.shift)
+            found = self._compute(step, places, found.ids, found.states, ends, number)
+        return token_ids, proposed
 
     def _compute(
         self,
@@ -149,10 +204,10 @@ class DeviceDrafter:
         states: Tensor | None,
         lengths: Tensor,
         number: int,
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Compute a step of the drafter. Return the ids at its sampled positions, its states there, and "targets".
+    ) -> _Proposed | None:
+        """Compute a step of the drafter. Return what it proposes at its sampled positions; None if there are none.
 
-        Returns None if the step samples nothing. If `places` has "kept", each row computes one of the proposed `ids`
+        If `places` has "kept", each row computes one of the proposed `ids`
         with the drafter's own `states`. Otherwise `ids` and `states` are those of the target's step.
         """
         more = {**self._sampler.arrays(step), **{f"drafter.{name}": array for name, array in places.items()}}
@@ -181,8 +236,12 @@ class DeviceDrafter:
                 starts = torch.where(on_device["unknown"], lengths[on_device["sequences"]].long(), starts)
             index = on_device["base"] + starts
         own = hidden[index] if self._head is None else self._own_states(hidden)[index]
-        ids = self._sampler.sample(self._model.logits(hidden[index]), step, inputs.samples.more).ids
-        return ids, own, on_device["targets"]
+        logits, alternatives, rows = self._model.logits(hidden[index]), None, on_device.get("alternative_rows")
+        likeliest = None if rows is None else logits[rows].topk(self._topk).indices
+        ids = self._sampler.sample(logits, step, inputs.samples.more).ids
+        if likeliest is not None:
+            alternatives = choose_alternatives(likeliest, ids[rows], on_device["alternative_ranks"])
+        return _Proposed(ids, own, on_device["targets"], alternatives, on_device.get("alternative_places"))
 
     def _read(
         self, stored: Tensor, places: Mapping[str, Tensor], of_step: Tensor | None, name: str, shift: int
@@ -209,6 +268,19 @@ class DeviceDrafter:
             parts = [slice(first, end) for first, end in zip(firsts, ends.tolist(), strict=True)]
         for part in parts:
             stored[inputs.sequences[part], inputs.forward.positions[part] % kept] = values[part].to(stored.dtype)
+
+
+def _named(arrays: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+    return {f"alternative_{name}": array for name, array in (arrays or {}).items()}
+
+
+def _without_branches(batch: Batch, inputs: StepInputs) -> tuple[Batch, StepInputs]:
+    """Return a step without its branches: the batch, and its inputs with the ids and positions of the other tokens."""
+    if batch.drafts is None or batch.drafts.branches is None or inputs.samples.drafts is None:
+        return batch, inputs
+    kept, forward = inputs.samples.drafts["branch_trunks"], inputs.forward
+    forward = replace(forward, token_ids=forward.token_ids[kept], positions=forward.positions[kept])
+    return trunks(batch), inputs._replace(forward=forward, sequences=inputs.sequences[kept])
 
 
 def _with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:

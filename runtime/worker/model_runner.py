@@ -33,7 +33,7 @@ from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.adapters import Adapters
-from runtime.worker.branches import is_trunk, trunks, with_branch_ids
+from runtime.worker.branches import copies_of_first_pages, is_trunk, trunks, with_branch_ids
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
@@ -325,6 +325,10 @@ class StepExecutor:
             self.rank.pages = PageIO(blocks, device, rank_info)
         self._copier = PageCopier(pools, copy_pages, device, self._staging)
         self.rank.copier = self._copier
+        # Copies pages of the drafter's own pool, for branches.
+        self._draft_copier = None
+        if device_drafter is not None:
+            self._draft_copier = PageCopier([device_drafter.pool], copy_pages, device, self._staging)
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
         self._verified: Verified | None = None  # the verified draft tokens of the last step
@@ -371,8 +375,10 @@ class StepExecutor:
         batch, states = begun.batch, None
         if not batch.read_by_drafter:
             return
-        if self._drafter is not None and self._drafter.reads_states and begun.inputs is not None:
-            self._drafter.observe(batch, begun.inputs, self._states(begun, None))
+        if self._drafter is not None and begun.inputs is not None:
+            states = self._states(begun, None) if self._drafter.reads_states else None
+            self._drafter.observe(batch, begun.inputs, states, None if batch.drafts is None else self._verified)
+            return
         if self._draft_model is not None and self._draft_model.reads_states:
             states = self._states(begun, self._cpu_graph)
             trunk = torch.from_numpy(np.flatnonzero(np.repeat(is_trunk(batch), batch.counts)))
@@ -593,7 +599,11 @@ class StepExecutor:
         """Return the inputs with the draft tokens of the GPU's drafter. Without a drafter, return them unchanged."""
         if self._drafter is None or not batch.read_by_drafter:
             return inputs
-        return self._drafter.propose(batch, inputs, self.lengths)
+        inputs = self._drafter.propose(batch, inputs, self.lengths)
+        copies = copies_of_first_pages(batch, self._pool.page_size)
+        if copies and self._draft_copier is not None:
+            self._draft_copier.enqueue(copies)
+        return inputs
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
         """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""

@@ -110,7 +110,7 @@ class WorkerSetup:
     two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
     head_layers: Sequence[int] | None = None  # see `StepExecutor`
     symmetric_memory: bool = False  # see `Mesh`
-    max_drafts: int = 0  # maximum number of draft tokens of a row
+    max_drafts: int = 0  # maximum number of draft tokens of a sequence in a step, with alternatives
     max_step_drafts: int = 0  # maximum number of draft tokens of a step
 
     @property
@@ -147,11 +147,11 @@ class WorkerSetup:
             expert_places=expert_places or {},
             step_tokens=schedule.step_prompt_tokens
             + schedule.max_running
-            + min(schedule.max_drafts * schedule.max_running, schedule.max_step_drafts),
+            + min(schedule.max_row_drafts * schedule.max_running, schedule.max_step_drafts),
             two_batches=parallel.two_batches,
             head_layers=_head_layers(plan, models),
             symmetric_memory=parallel.symmetric_memory,
-            max_drafts=plan.scheduler.max_drafts,
+            max_drafts=plan.scheduler.max_row_drafts,
             max_step_drafts=plan.scheduler.max_step_drafts,
         )
 
@@ -723,15 +723,15 @@ class ModelWorker:
             self._vocabulary = None
             if decoder.taps:
                 target.tap(decoder.taps, self.kernels.join)
-        sampler = self._make_sampler(loaded.setup.facts, num_sequences, device)
+        sampler, topk = self._make_sampler(loaded.setup.facts, num_sequences, device), plan.scheduler.draft_topk
         if not device.is_host:
             is_head = isinstance(decoder, DraftHead)
             forward = self._make_forward(
                 loaded.setup, decoder, pool, device, cache, chooses=False, keeps_states=is_head
             )
-            return DeviceDrafter(decoder, pool, device, sampler, num_sequences, most, forward)
+            return DeviceDrafter(decoder, pool, device, sampler, num_sequences, most, forward, topk)
         graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)
-        return HostDrafter(decoder, pool, device, sampler, num_sequences, most, graph, plan.scheduler.draft_topk)
+        return HostDrafter(decoder, pool, device, sampler, num_sequences, most, graph, topk)
 
     def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, plan: Plan) -> None:
         """Make a draft head use the embedding and LM head of `vocabulary`.

@@ -42,6 +42,7 @@ from runtime.sequence import Sequence
 from runtime.worker.cuda_graph import NOTHING_MORE, Choice, CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
 from runtime.worker.device_drafter import DeviceDrafter
+from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.model_runner import StepExecutor, _capture_next
 from runtime.worker.prompt_graphs import PromptGraphs
 from runtime.worker.sampler import Sampler
@@ -166,6 +167,17 @@ def other_model() -> Decoder:
 
 
 @cache
+def near_model() -> Decoder:
+    """Return a copy of `model()` with noise, whose likeliest token is often another one than `model()`'s."""
+    found = load_model(facts(), model_plan(), kernels())
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in found.parameters():
+            weight.mul_(1 + 0.02 * torch.randn(weight.shape, generator=noise))
+    return found
+
+
+@cache
 def head() -> DraftHead:
     """Return a random EAGLE head for `model()`."""
     target = facts()
@@ -218,6 +230,7 @@ class Steps:
         self.vocab_size = VOCAB_SIZE
         self._num_sequences, self._num_host_pages = num_sequences, num_host_pages
         self.drafter: DeviceDrafter | None = None
+        self.host_drafter: HostDrafter | None = None
         self._batches: deque[Batch] = deque()
         self._reads: deque[Read[StepOutput] | OutOfMemory] = deque()
         self.executor = self._make_executor()
@@ -237,8 +250,8 @@ class Steps:
         self.use_forward(graphs)
         return graphs
 
-    def use_draft_model(self, draft: Decoder, sizes: tuple[int, ...] = ()) -> None:
-        """Let this model propose tokens on the device, with graphs of these sizes. Call it before `use_graphs`."""
+    def use_draft_model(self, draft: Decoder, sizes: tuple[int, ...] = (), topk: int = 1) -> None:
+        """Let this model propose tokens, on a late device with graphs of these sizes. Call it before `use_graphs`."""
         pool = KVPool(
             collect_specs(draft),
             self.pool.num_pages,
@@ -259,7 +272,14 @@ class Steps:
                 states=_states_of(draft) if isinstance(draft, DraftHead) else None,
             )
         sampler = Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose)
-        self.drafter = DeviceDrafter(draft, pool, self.device, sampler, self._num_sequences, MAX_DRAFTS, forward)
+        if self.device.is_host:
+            self.host_drafter = HostDrafter(
+                draft, pool, self.device, sampler, self._num_sequences, MAX_DRAFTS, topk=topk
+            )
+        else:
+            self.drafter = DeviceDrafter(
+                draft, pool, self.device, sampler, self._num_sequences, MAX_DRAFTS, forward, topk
+            )
         self.executor = self._make_executor()
 
     def use_forward(self, forward: Forward) -> None:
@@ -306,6 +326,7 @@ class Steps:
             device=self.device,
             sampler=Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose),
             cuda_graphs=self.forward if isinstance(self.forward, CudaGraphRunner) else None,
+            draft_model=self.host_drafter,
             device_drafter=self.drafter,
         )
 
@@ -336,6 +357,7 @@ def outputs(
     family: str = "qwen3",
     draft_model: Decoder | None = None,
     draft_methods: str = "lookup",
+    topk: int = 1,
 ) -> list[list[int]]:
     """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
     small pool.
@@ -344,11 +366,12 @@ def outputs(
     of steps with prompts. `change` modifies the steps before the first one. With `swap` the scheduler uses host pages
     for retracted sequences and admits as many sequences as possible. `drafts` are the outputs without drafts; rows then
     propose correct and wrong ids in turn. If a step lacks memory, its newest sequence is retracted and keeps its
-    tokens. `draft_model` proposes tokens on the device if `draft_methods` is "model" or "both".
+    tokens. `draft_model` proposes tokens on the device if `draft_methods` is "model" or "both", with
+    alternatives among its `topk` likeliest tokens.
     """
     steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
     if draft_model is not None:
-        steps.use_draft_model(draft_model, sizes)
+        steps.use_draft_model(draft_model, sizes, topk)
     graphs = steps.use_graphs(Buckets(sizes), prompt_sizes) if sizes else None
     if change is not None:
         change(steps)
@@ -358,6 +381,8 @@ def outputs(
         max_drafts=0 if drafts is None and draft_model is None else MAX_DRAFTS,
         draft_methods=draft_methods,
         overlap_drafts=True,
+        draft_topk=topk,
+        max_tree_drafts=MAX_DRAFTS * topk,
         **ratios,
     )
     drive = fake_runner.Drive(

@@ -80,7 +80,7 @@ def draft_decisions(
             builder.args.speculative.speculative_ngram_match_type == "PROB", "by --speculative-ngram-match-type"
         ),
         "draft_capacity": builder.follow("speculative_ngram_capacity"),
-        **_tree(builder, gpu, facts),
+        **_tree(builder, facts),
     }
 
 
@@ -223,14 +223,14 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool) -> Decisi
     return Decision(MODEL_DRAFTS, f"the default for {method}")
 
 
-def _tree(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str, Decision]:
+def _tree(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
     """Decide the number of alternatives per draft token, and the maximum numbers of draft tokens with alternatives."""
     args = builder.args.speculative
     topk = args.speculative_eagle_topk
     if topk > 1 and model_method(builder) is not None:
-        _check_tree(builder, gpu, facts, "speculative_eagle_topk", topk)
+        _check_tree(builder, facts, "speculative_eagle_topk", topk)
     if args.speculative_ngram_max_bfs_breadth > 1 and "NGRAM" in methods(builder):
-        _check_tree(builder, gpu, facts, "speculative_ngram_max_bfs_breadth", args.speculative_ngram_max_bfs_breadth)
+        _check_tree(builder, facts, "speculative_ngram_max_bfs_breadth", args.speculative_ngram_max_bfs_breadth)
     steps = args.speculative_num_steps or MODEL_DRAFTS
     tokens = args.speculative_num_draft_tokens
     most = steps * topk if tokens is None or topk == 1 else tokens - 1
@@ -242,13 +242,9 @@ def _tree(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str,
     }
 
 
-def _check_tree(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, option: str, value: int) -> None:
-    why = None
-    if gpu is not None and model_method(builder) is not None:
-        why = "on a GPU, a draft model proposes one chain of drafts, whose ids only the GPU knows"
-    elif facts.recurrent:
+def _check_tree(builder: PlanBuilder, facts: ModelFacts, option: str, value: int) -> None:
+    if facts.recurrent:
         why = "recurrent layers take one chain of drafts, because a state cannot follow two branches"
-    if why is not None:
         builder.refuse(option, f"--{option.replace('_', '-')} {value}: {why}; set it to 1.")
 
 

@@ -256,7 +256,7 @@ def test_draft_heads_beside_several_ranks() -> None:
     assert plan(**head, pp_size=2).scheduler.max_model_drafts == 4
 
 
-def test_a_gpu_takes_chains_of_a_small_model_on_one_rank() -> None:
+def test_a_gpu_takes_drafts_of_a_small_model_on_one_rank() -> None:
     small: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
     schedule = plan(H200, **small).scheduler
     assert (schedule.max_model_drafts, schedule.draft_constraints) == (4, False)
@@ -266,7 +266,12 @@ def test_a_gpu_takes_chains_of_a_small_model_on_one_rank() -> None:
     by_prefill |= {"prefill_attention_backend": "torch_native"}
     assert "as rows of one token" in refusals(H200, **by_prefill)
     assert plan(H200, **by_prefill, disable_cuda_graph=True).kernels.choices["draft_attention"] == "native"
-    assert "one chain of drafts, whose ids only the GPU knows" in refusals(H200, **small, speculative_eagle_topk=2)
+    tree: dict[str, Any] = {
+        "speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16,
+    }  # fmt: skip
+    found = plan(H200, **small, **tree, max_running_requests=8)
+    assert (found.scheduler.draft_topk, found.scheduler.max_model_drafts, found.scheduler.max_row_drafts) == (4, 3, 15)
+    assert max(found.graphs.sizes) == 8 * 16
     assert "run without --enable-torch-compile" in refusals(H200, **small, enable_torch_compile=True)
     assert "states of recurrent layers" in refusals(H200, replace(FACTS, recurrent=True), **small)
     two = replace(H200, gpus=H200.gpus * 2)

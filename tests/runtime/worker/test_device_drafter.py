@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 
 import late_steps
 from fake_device import LateDevice
-from runtime.batch import Batch
+from runtime.batch import Batch, StepOutput
 from runtime.modeling.decoder import Decoder
+from runtime.speculative import model_drafts
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.cuda_graph import CudaGraphRunner
 
@@ -76,6 +78,48 @@ def test_drafts_change_no_token_in_a_small_pool(num_host_pages: int, methods: st
         )
         assert found == expected
     assert by_model == ({True} if methods == "model" else {True, False})
+
+
+TREE_PROMPTS = [(prompt, 16) for prompt, _ in PROMPTS[:4]]
+
+
+def outputs_with_trees(draft: Decoder, seen: list[StepOutput], **options: Any) -> list[list[int]]:
+    """Return the outputs with trees of `draft`. `seen` gets the output of each step."""
+    with pytest.MonkeyPatch.context() as patch:
+        finish = late_steps.Steps.finish_oldest
+
+        def finished(steps: late_steps.Steps) -> tuple[Batch, StepOutput]:
+            batch, output = finish(steps)
+            seen.append(output)
+            return batch, output
+
+        patch.setattr(late_steps.Steps, "finish_oldest", finished)
+        patch.setattr(model_drafts, "LEAST_RATE", 0.0)  # no pauses, although most drafts are wrong
+        return late_steps.outputs(TREE_PROMPTS, draft_model=draft, draft_methods="model", topk=6, **options)
+
+
+@pytest.mark.parametrize("draft_model", [late_steps.near_model, late_steps.head])
+def test_trees_are_those_of_the_cpu(draft_model: Callable[[], Decoder]) -> None:
+    """In each step, a late device accepts as many drafts, and takes the same branches, as a CPU."""
+    plain, on_cpu, late = late_steps.outputs(TREE_PROMPTS), list[StepOutput](), list[StepOutput]()
+    assert outputs_with_trees(draft_model(), on_cpu, depth=0, num_pages=200) == plain
+    device = LateDevice(Random(0), haste=0.5)
+    assert outputs_with_trees(draft_model(), late, depth=0, num_pages=200, device=device) == plain
+    assert [step.tokens for step in late] == [step.tokens for step in on_cpu]
+    assert [step.taken for step in late] == [step.taken for step in on_cpu]
+    assert sum(len(step.taken) for step in late) > 2
+
+
+@pytest.mark.parametrize("sizes", [(8, 24), pytest.param((), marks=pytest.mark.slow)], ids=["graphs", "eager"])
+def test_trees_change_no_token(sizes: tuple[int, ...]) -> None:
+    """The pool is so small that sequences are retracted."""
+    plain, taken = late_steps.outputs(TREE_PROMPTS), 0
+    for seed, draft in enumerate((late_steps.near_model(), late_steps.head())):
+        device, late = LateDevice(Random(seed), haste=0.5 * seed), list[StepOutput]()
+        options = {"depth": 2, "device": device, "sizes": sizes, "capture_every": 2, "num_pages": 16 + 8 * seed}
+        assert outputs_with_trees(draft, late, **options) == plain
+        taken += sum(len(step.taken) for step in late)
+    assert taken
 
 
 def test_a_model_that_agrees_takes_fewer_steps_and_graphs_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
