@@ -155,7 +155,7 @@ class ExpertBackend(Backend):
     """An implementation of mixtures of experts."""
 
     # Major number of the GPU's compute capability -> formats of experts that the kernels read: "16 bits", "MXFP4",
-    # "float8 blocks" (one scale per block of 128 x 128 numbers). {}: every format.
+    # "NVFP4" (with scales of the inputs), "float8 blocks" (one scale per block of 128 x 128 numbers). {}: every format.
     formats: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     file_on: Mapping[int, str] = field(default_factory=dict)  # major number -> `file` on GPUs of this generation
 
@@ -261,11 +261,11 @@ EXPERTS: Mapping[str, ExpertBackend] = {
     "triton": ExpertBackend(file="with_triton", kernels="our own in Triton", needs=GpuWith("triton"), captured=True),
     "flashinfer_cutlass": ExpertBackend(
         file="with_flashinfer",
-        kernels="FlashInfer's CUTLASS kernels, for experts in 16 bits, and on Hopper in MXFP4, and in float8 with one "
-        "scale per block of 128 x 128 numbers",
+        kernels="FlashInfer's CUTLASS kernels, for experts in 16 bits, on Hopper also in MXFP4, and in float8 with one "
+        "scale per block of 128 x 128 numbers, and on Blackwell also in NVFP4",
         needs=GpuWith("flashinfer-python", generations=(9, 10), compiled=FLASHINFER_COMPILED),
         captured=True,
-        formats={9: ("16 bits", "MXFP4", "float8 blocks"), 10: ("16 bits",)},
+        formats={9: ("16 bits", "MXFP4", "float8 blocks"), 10: ("16 bits", "NVFP4")},
     ),
     "flashinfer_mxfp4": ExpertBackend(
         file="with_trtllm_gen",
@@ -277,11 +277,11 @@ EXPERTS: Mapping[str, ExpertBackend] = {
     ),
     "flashinfer_trtllm": ExpertBackend(
         file="with_trtllm_gen",
-        kernels="TensorRT-LLM's kernels in FlashInfer, for experts in MXFP4, and in float8 with one scale per block of "
-        "128 x 128 numbers",
+        kernels="TensorRT-LLM's kernels in FlashInfer, for experts in MXFP4, in NVFP4, and in float8 with one scale "
+        "per block of 128 x 128 numbers",
         needs=GpuWith("flashinfer-python", generations=(10,), compiled=FLASHINFER_COMPILED),
         captured=True,
-        formats={10: ("MXFP4", "float8 blocks")},
+        formats={10: ("MXFP4", "NVFP4", "float8 blocks")},
     ),
 }
 # Implementations of products with float8 weights that have one scale per block of 128 x 128 numbers. Triton is the
@@ -301,6 +301,21 @@ BLOCK_PRODUCTS: Mapping[str, Backend] = {
         needs=GpuWith("flashinfer-python", generations=(10,), compiled=FLASHINFER_COMPILED),
         captured=True,
     ),
+}
+# Implementations of products with weights in NVFP4. Triton dequantises them; the other kernels also round the inputs.
+FP4_PRODUCTS: Mapping[str, Backend] = {
+    "triton": ATTENTION["triton"],
+    "flashinfer_cutlass": Backend(
+        file="with_fp4",
+        kernels="CUTLASS's kernels in FlashInfer",
+        needs=GpuWith("flashinfer-python", generations=(10,), compiled=FLASHINFER_COMPILED),
+        captured=True,
+    ),
+}
+# Operation -> files whose kernels round inputs to NVFP4 with the factors of a checkpoint.
+ROUNDING: Mapping[str, frozenset[str]] = {
+    "matmul": frozenset({"with_fp4"}),
+    "moe": frozenset({"with_flashinfer", "with_trtllm_gen"}),
 }
 GPU_OPERATIONS = ("embedding", "moe", "recurrence")  # Triton or torch on a GPU, C++ or torch on a CPU
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}

@@ -44,7 +44,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "low_rank": (("add_low_rank",), ("native", "with_cpp", "with_triton")),
     "matmul": (
         ("prepare", "prepare_grouped", "linear", "logits", "row_group"),
-        ("native", "int8", "with_cpp", "with_deepgemm", "with_groupwise", "with_onednn", "with_triton"),
+        ("native", "int8", "with_cpp", "with_deepgemm", "with_fp4", "with_groupwise", "with_onednn", "with_triton"),
     ),
     "moe": (
         ("route", "mix", "prepare_experts", "prepare_grouped_experts", "one_expert"),

@@ -33,6 +33,7 @@ class GroupForm(NamedTuple):
     shifted: bool = True  # whether each group has a shift, which is added to its values
     floating: bool = False  # whether the codes have 8 bits and are float8 numbers (e4m3) instead of integers
     powers: bool = False  # whether all scales are powers of two
+    input_scaled: bool = False  # whether the weight has `input_scales`
 
     @property
     def fits(self) -> bool:
@@ -88,6 +89,9 @@ class GroupedWeight(NamedTuple):
     bits: int = 4
     floating: bool = False
     powers: bool = False  # whether all scales are powers of two
+    # float32, one per tensor of the checkpoint that this weight joins ([X, N] for experts): the factors for rounding
+    # inputs to NVFP4 (`nvfp4.py`). None: inputs must not be rounded.
+    input_scales: Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -121,16 +125,17 @@ class GroupedWeight(NamedTuple):
 
     def of_experts(self, num_experts: int) -> GroupedWeight:
         """Return a weight [X * O, I] of all experts as a weight [X, O, I]."""
-        codes, scales, shifts = (
+        codes, scales, shifts, input_scales = (
             None if each is None else each.unflatten(0, (num_experts, -1))
-            for each in (self.codes, self.scales, self.shifts)
+            for each in (self.codes, self.scales, self.shifts, self.input_scales)
         )
-        return self._replace(codes=codes, scales=scales, shifts=shifts)
+        return self._replace(codes=codes, scales=scales, shifts=shifts, input_scales=input_scales)
 
     def expert(self, number: int) -> GroupedWeight:
         """Return the weight of one expert."""
-        shifts = None if self.shifts is None else self.shifts[number]
-        return self._replace(codes=self.codes[number], scales=self.scales[number], shifts=shifts)
+        shifts, input_scales = (None if each is None else each[number] for each in (self.shifts, self.input_scales))
+        codes, scales = self.codes[number], self.scales[number]
+        return self._replace(codes=codes, scales=scales, shifts=shifts, input_scales=input_scales)
 
     def dequantised(self) -> Tensor:
         """Return the weight in float32 [O, I]."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,54 +11,22 @@ from torch import Tensor
 
 from ops.activation import SWIGLU_LIMIT, SWIGLU_SLOPE
 from ops.matmul.block_scaled import has_blocks
+from ops.matmul.fused_weight import FusedWeight, fuse
 from ops.matmul.grouped import E2M1, GroupedWeight
+from ops.matmul.nvfp4 import Rounded, factored, is_nvfp4
 from ops.moe import GroupedMixture, Mixture
 
-ALIGNMENT = 256  # alignment of each part in memory, in bytes
 MXFP4_GROUP = 32  # inputs per scale of MXFP4
 ONE = 127  # stored exponent of the scale 1: 0 plus the bias
-ACTIVATIONS = ("silu", "clamped_swiglu")  # with float8 weights only the first
-
-
-class FusedWeight(Tensor):
-    """A weight [X, O, I] of all experts. The tensor has strides of 0; the data is in `parts`.
-
-    The shape is that of the checkpoint's weight. Parts may be padded.
-    """
-
-    parts: tuple[Tensor, ...]
-
-    def detach(self) -> Self:
-        """Return a detached tensor with the same parts. `Parameter` calls this method."""
-        return _view(self.shape, self.parts)
-
-    @property
-    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Bytes of the weight's memory."""
-        return self.untyped_storage().nbytes()
+ACTIVATIONS = ("silu", "clamped_swiglu")  # with weights in float8 or NVFP4 only the first
 
 
 class Fp4(NamedTuple):
     """E2m1 weights with one scale per group of inputs, before they are put into a library's layout."""
 
     codes: Tensor  # uint8 [X, O, I / 2], two per byte, the first in the lower half
-    scales: Tensor  # uint8 [X, O, I / G]: exponents plus 127 (MXFP4)
-
-
-def fuse(shape: Sequence[int], parts: Sequence[Tensor]) -> Any:
-    """Return a weight of this shape. The parts are copied into one block of memory, which new weights can overwrite."""
-    sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
-    memory, first, views = torch.empty(sum(sizes), dtype=torch.uint8, device=parts[0].device), 0, []
-    for part, size in zip(parts, sizes, strict=True):
-        views.append(memory[first : first + part.nbytes].view(part.dtype).view(part.shape).copy_(part))
-        first += size
-    return _view(shape, tuple(views))
-
-
-def _view(shape: Sequence[int], parts: tuple[Tensor, ...]) -> Any:
-    weight = parts[0].view(torch.uint8).as_strided(tuple(shape), (0,) * len(shape)).as_subclass(FusedWeight)
-    weight.parts = parts
-    return weight
+    # uint8 [X, O, I / G]: exponents plus 127 (MXFP4, G = 32), or float8 numbers (e4m3; NVFP4, G = 16)
+    scales: Tensor
 
 
 def prepare_mxfp4(
@@ -90,6 +58,69 @@ def prepare_mxfp4(
     )
 
 
+class InputFactors(NamedTuple):
+    """Factors of the roundings and products of NVFP4 experts, float32. The kernels multiply by them."""
+
+    divisor: Tensor  # [1]: 1 / the factor of the inputs of the first product, which all experts share
+    products: Tensor  # [X]: of the first product: the factor of its weights times that of its inputs
+    inner_divisors: Tensor  # [X]: 1 / the factor of the inputs of the second product
+    inner_products: Tensor  # [X]: of the second product
+
+
+def prepare_nvfp4(
+    mixture: GroupedMixture,
+    multiple: int,
+    join: Callable[[Tensor, Tensor], Tensor],
+    of_weight: Callable[[Fp4], tuple[Tensor, Tensor]],
+) -> Mixture:
+    """Return an NVFP4 mixture in a library's layout, as `prepare_mxfp4` does. The further parts are `InputFactors`.
+
+    Raises ValueError if the rows of an expert's gate and of its `up` have different factors.
+    """
+    gate_up, down, *_ = mixture
+    _, size, inner_size = down.codes.shape
+    wide, inner = round_up(size, multiple), round_up(inner_size, multiple)
+    (first, factors), (second, inner_factors) = nvfp4(gate_up), nvfp4(down)
+    gate, up = (padded(each, inner, wide) for each in halves(first))
+    joined = Fp4(*(join(*rows) for rows in zip(up, gate, strict=True)))
+    inputs, inner_inputs = of_inputs(gate_up).amax(0, keepdim=True), of_inputs(down)
+    found = InputFactors(1 / inputs, factors * inputs, 1 / inner_inputs, inner_factors * inner_inputs)
+    return Mixture(
+        fuse(gate_up.codes.shape, (*of_weight(joined), found.divisor, found.products)),
+        fuse(down.codes.shape, (*of_weight(padded(second, wide, inner)), found.inner_divisors, found.inner_products)),
+    )
+
+
+def of_inputs(weight: GroupedWeight) -> Tensor:
+    """Return the factor of each expert's inputs, float32 [X]: the largest of the tensors that an expert joins."""
+    if weight.input_scales is None:
+        raise ValueError("The weight has no scales of its inputs.")
+    return weight.input_scales.flatten(1).amax(1)
+
+
+def nvfp4(weight: GroupedWeight) -> tuple[Fp4, Tensor]:
+    """Return an NVFP4 weight [X, O, I] with packed codes and float8 scales, and a factor per expert, float32 [X]."""
+    experts = [factored(weight.expert(number)) for number in range(len(weight.codes))]
+    found = [each for each in experts if each is not None]
+    if len(found) < len(experts):
+        raise ValueError(
+            "FlashInfer's kernels need one factor (weight_scale_2 or weight_global_scale) for an expert's gate and up "
+            "projections. Those of this checkpoint differ. Use --moe-runner-backend triton."
+        )
+    rounded = Rounded(*(torch.stack(parts) for parts in zip(*(each for each, _ in found), strict=True)))
+    return Fp4(rounded.codes, rounded.scales.view(torch.uint8)), torch.stack([factor for _, factor in found])
+
+
+def both_nvfp4(mixture: GroupedMixture) -> bool:
+    """Return whether the experts are in NVFP4, have factors for their inputs, and have no biases."""
+    return all(map(is_nvfp4, mixture[:2])) and mixture.gate_up_bias is None and mixture.down_bias is None
+
+
+def in_nvfp4(weight: Tensor) -> bool:
+    """Return whether `prepare_nvfp4` has packed this weight of experts."""
+    return isinstance(weight, FusedWeight) and len(weight.parts) == 4
+
+
 def is_mxfp4(weight: GroupedWeight) -> bool:
     """Return whether the weight is in MXFP4: e2m1 with a power of two per 32 inputs."""
     is_e2m1 = weight.bits == 4 and weight.table == E2M1 and weight.shifts is None
@@ -104,11 +135,12 @@ def mxfp4(weight: GroupedWeight) -> Fp4:
 
 
 def padded(weight: Fp4, num_rows: int, num_inputs: int) -> Fp4:
-    """Return the MXFP4 weight, padded with zeros to `num_rows` rows and `num_inputs` inputs."""
-    rows = num_rows - weight.codes.shape[1]
-    codes = F.pad(weight.codes, (0, num_inputs // 2 - weight.codes.shape[2], 0, rows))
-    groups = num_inputs // MXFP4_GROUP - weight.scales.shape[2]
-    return Fp4(codes, F.pad(weight.scales, (0, groups, 0, rows), value=ONE))
+    """Return the weight, padded with zeros to `num_rows` rows and `num_inputs` inputs."""
+    rows, half = num_rows - weight.codes.shape[1], weight.codes.shape[2]
+    codes = F.pad(weight.codes, (0, num_inputs // 2 - half, 0, rows))
+    group = 2 * half // weight.scales.shape[2]
+    more, value = num_inputs // group - weight.scales.shape[2], ONE if group == MXFP4_GROUP else 0
+    return Fp4(codes, F.pad(weight.scales, (0, more, 0, rows), value=value))
 
 
 def halves(gate_up: Fp4) -> tuple[Fp4, Fp4]:
@@ -133,7 +165,7 @@ def round_up(size: int, multiple: int) -> int:
 
 def check_activation(activation: str, gate_up: Tensor, kernels: str) -> None:
     """Raise ValueError if the kernels do not compute this activation after a product with `gate_up`."""
-    if activation not in ACTIVATIONS or (activation != "silu" and has_blocks(gate_up)):
+    if activation not in ACTIVATIONS or (activation != "silu" and (has_blocks(gate_up) or in_nvfp4(gate_up))):
         raise ValueError(f"{kernels} do not compute experts with {activation}. Use --moe-runner-backend triton.")
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.activation.native import gate
+from ops.matmul import nvfp4
 from ops.moe import GroupedMixture, Grouping, Mixture
 
 
@@ -90,3 +91,19 @@ def mix(
         first += count
     outputs = results.view(-1, top_k, size).float()
     return (outputs if weigh_inputs else outputs * weights.unsqueeze(2)).sum(1).to(x.dtype)
+
+
+def mix_rounded(x: Tensor, mixture: GroupedMixture, weights: Tensor, experts: Tensor) -> Tensor:
+    """Return the output of experts with silu in NVFP4 whose inputs are rounded: the reference for fused kernels.
+
+    The inputs of the first product are rounded with the largest factor of all experts, and those of the second with
+    each expert's own (`ops/matmul/nvfp4.py`). Products and activations are in float32.
+    """
+    shared, total = nvfp4.input_factor(mixture.gate_up), x.new_zeros(x.shape, dtype=torch.float32)
+    for number in range(len(mixture.down.codes)):
+        tokens, places = (experts == number).nonzero(as_tuple=True)
+        first, second = (each.expert(number) for each in mixture[:2])
+        inner = nvfp4.linear(x[tokens].float(), first._replace(input_scales=shared))
+        result = nvfp4.linear(gate(inner, "silu"), second)
+        total.index_add_(0, tokens, result * weights[tokens, places].unsqueeze(1))
+    return total.to(x.dtype)

@@ -1,9 +1,10 @@
 """Mixtures of experts with FlashInfer's fused CUTLASS kernels: sort, two grouped products, activation and sum.
 
 Written for flashinfer-python 0.6.13 and 0.7.2. The kernels compute experts in float16 and bfloat16. On Hopper, they
-also compute experts in MXFP4 (with inputs in bfloat16), and in float8 with one scale per block of 128 x 128 numbers. In
-their weights, the rows of `up` come before the rows of the gate. Triton kernels compute the routing, and unquantised
-mixtures in other dtypes.
+also compute experts in MXFP4 (with inputs in bfloat16), and in float8 with one scale per block of 128 x 128 numbers. On
+Blackwell, they also compute experts in NVFP4, and round the inputs of both products to NVFP4. In their weights, the
+rows of `up` come before the rows of the gate. Triton kernels compute the routing, and unquantised mixtures in other
+dtypes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.matmul.block_scaled import BLOCK, has_blocks
+from ops.matmul.fused_weight import FusedWeight
+from ops.matmul.nvfp4 import tiled
 from ops.moe import GroupedMixture, Mixture, with_triton
 from ops.moe.fused_weights import (
     Fp4,
-    FusedWeight,
+    both_nvfp4,
     check_activation,
     clamped_swiglu,
+    in_nvfp4,
     is_mxfp4,
     prepare_mxfp4,
+    prepare_nvfp4,
     weighed,
 )
 from ops.moe.up_first import pack_blocks, swapped
@@ -32,7 +37,7 @@ from ops.moe.with_triton import route
 __all__ = ["mix", "one_expert", "prepare_experts", "prepare_grouped_experts", "route"]
 
 ALIGNMENT = 8  # the kernels read 16 bytes at a time
-MXFP4_MULTIPLE = 128  # sizes of MXFP4 experts are padded to a multiple of this
+FP4_MULTIPLE = 128  # sizes of MXFP4 and NVFP4 experts are padded to a multiple of this
 KERNELS = "FlashInfer's CUTLASS kernels"
 
 
@@ -64,13 +69,16 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     """
     gate_up, down, *biases = mixture
     if dtype == torch.bfloat16 and is_mxfp4(gate_up) and is_mxfp4(down):
-        return prepare_mxfp4(mixture, MXFP4_MULTIPLE, _up_first, _interleaved)
+        return prepare_mxfp4(mixture, FP4_MULTIPLE, _up_first, _interleaved)
+    if dtype == torch.bfloat16 and both_nvfp4(mixture):
+        return prepare_nvfp4(mixture, FP4_MULTIPLE, _up_first, _tiled)
     packed = pack_blocks(gate_up, down)
     if packed is None or any(bias is not None for bias in biases) or dtype != torch.bfloat16:
         raise ValueError(
-            f"FlashInfer's CUTLASS kernels read quantised experts only in MXFP4, or in float8 with one scale per block "
-            f"of {BLOCK} x {BLOCK} numbers without biases and with inner sizes on each rank that are multiples of "
-            f"{BLOCK}, for bfloat16. Use --moe-runner-backend triton."
+            "FlashInfer's CUTLASS kernels read quantised experts only in MXFP4, in NVFP4 with scales of the inputs and "
+            f"without biases, or in float8 with one scale per block of {BLOCK} x {BLOCK} numbers without biases and "
+            f"with inner sizes on each rank that are multiples of {BLOCK}, for bfloat16. Use --moe-runner-backend "
+            "triton."
         )
     return packed
 
@@ -85,6 +93,11 @@ def _interleaved(weight: Fp4) -> tuple[Tensor, Tensor]:
     codes = library.interleave_moe_weights_for_sm90_mixed_gemm(weight.codes.contiguous(), "fp4")
     scales = library.interleave_moe_scales_for_sm90_mixed_gemm(weight.scales.contiguous())
     return codes, scales.view(torch.int32)
+
+
+def _tiled(weight: Fp4) -> tuple[Tensor, Tensor]:
+    """Return codes and scales in the layout for products on Blackwell. The sizes are multiples of the tiles' sizes."""
+    return weight.codes, tiled(weight.scales)
 
 
 def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
@@ -147,6 +160,11 @@ def mix(
 def _operands(mixture: Mixture) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return (weights of the first product, of the second product, further arguments) of a prepared mixture."""
     gate_up, down = mixture.gate_up, mixture.down
+    if in_nvfp4(gate_up):
+        (codes, scales, *factors), (down_codes, down_scales, *others) = gate_up.parts, down.parts  # type: ignore[attr-defined]
+        (divisor, products), words = factors, torch.int32
+        quant_scales = [divisor[0], scales.view(words), products, others[0], down_scales.view(words), others[1]]
+        return codes.view(torch.int64), down_codes.view(torch.int64), {"quant_scales": quant_scales}
     if isinstance(gate_up, FusedWeight):
         (codes, scales, _), (down_codes, down_scales) = gate_up.parts, down.parts  # type: ignore[attr-defined]
         return codes, down_codes, {"quant_scales": [scales, down_scales], "use_w4_group_scaling": True}

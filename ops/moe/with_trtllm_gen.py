@@ -1,13 +1,15 @@
 """Mixtures of experts with TensorRT-LLM's fused kernels for Blackwell, through FlashInfer.
 
 Written for flashinfer-python 0.6.13 and 0.7.2. The kernels compute experts in MXFP4, with inputs in bfloat16 or rounded
-to MXFP8 (e4m3 with a power of two per 32 inputs), and in float8 with one scale per block of 128 x 128 numbers. In MXFP4
-weights, rows of `up` and of the gate alternate, beginning with `up`. In float8 weights, all rows of `up` come before
-those of the gate. Routing weights are rounded to bfloat16. Triton kernels compute the routing.
+to MXFP8 (e4m3 with a power of two per 32 inputs), in NVFP4, with the inputs of both products rounded to NVFP4, and in
+float8 with one scale per block of 128 x 128 numbers. In 4-bit weights, rows of `up` and of the gate alternate,
+beginning with `up`. In float8 weights, all rows of `up` come before those of the gate. Routing weights are rounded to
+bfloat16. Triton kernels compute the routing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -17,13 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.matmul.block_scaled import BLOCK, has_blocks
+from ops.matmul.fused_weight import FusedWeight
 from ops.matmul.triton_float8 import round_rows
 from ops.moe import GroupedMixture, Mixture, with_triton
-from ops.moe.fused_weights import Fp4, FusedWeight, check_activation, is_mxfp4, prepare_mxfp4, weighed
+from ops.moe.fused_weights import (
+    Fp4,
+    both_nvfp4,
+    check_activation,
+    in_nvfp4,
+    is_mxfp4,
+    prepare_mxfp4,
+    prepare_nvfp4,
+    weighed,
+)
 from ops.moe.up_first import pack_blocks
 from ops.moe.with_triton import prepare_experts, route
 
-MULTIPLE = 256  # sizes of MXFP4 experts are padded to a multiple of this
+MULTIPLE = 256  # sizes of MXFP4 and NVFP4 experts are padded to a multiple of this
 EPILOGUE_TILE = 128  # rows of the kernels' output tiles; an argument of FlashInfer's layout functions
 RENORMALIZE = 1  # a `RoutingMethodType` of FlashInfer; without effect, because the experts are already chosen
 KERNELS = "TensorRT-LLM's kernels"
@@ -37,14 +49,16 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     if dtype == torch.bfloat16:
         if is_mxfp4(mixture.gate_up) and is_mxfp4(mixture.down):
             return prepare_mxfp4(mixture, MULTIPLE, _alternate, _shuffled, _shuffled_bias)
+        if both_nvfp4(mixture):
+            return prepare_nvfp4(mixture, MULTIPLE, _alternate, _shuffled)
         gate_up, down, *biases = mixture
         packed = pack_blocks(gate_up, down)
         if packed is not None and not any(bias is not None for bias in biases):
             return packed
     raise ValueError(
-        f"TensorRT-LLM's kernels read experts only in MXFP4, or in float8 with one scale per block of {BLOCK} x "
-        f"{BLOCK} numbers without biases and with inner sizes on each rank that are multiples of {BLOCK}, for "
-        "bfloat16. Use --moe-runner-backend triton."
+        f"TensorRT-LLM's kernels read experts only in MXFP4, in NVFP4 with scales of the inputs and without biases, or "
+        f"in float8 with one scale per block of {BLOCK} x {BLOCK} numbers without biases and with inner sizes on each "
+        f"rank that are multiples of {BLOCK}, for bfloat16. Use --moe-runner-backend triton."
     )
 
 
@@ -101,19 +115,52 @@ def mix(
         x, weights = weighed(x, weights, KERNELS)
     if is_float8:
         return _float8(x, mixture, weights, experts)
+    if in_nvfp4(gate_up):
+        return _nvfp4(x, mixture, weights, experts)
     return _mxfp4(x, mixture, weights, experts, activation, rounds)
 
 
 def _mxfp4(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, rounds: bool) -> Tensor:
-    (codes, scales, limits), (down, down_scales) = mixture.gate_up.parts, mixture.down.parts  # type: ignore[attr-defined]
-    size, (num_experts, wide, half) = x.shape[1], down.shape
+    limits, (wide, size) = mixture.gate_up.parts[2], (mixture.down.parts[0].shape[1], x.shape[1])  # type: ignore[attr-defined]
     rows, row_scales = x.as_subclass(Tensor).contiguous(), None
     if rounds:
         rows, row_scales = import_module("flashinfer").mxfp8_quantize(rows, False, alignment=wide)
         row_scales = row_scales.view(torch.float8_e4m3fn).reshape(len(x), -1)
     elif wide > size:
         rows = F.pad(rows, (0, wide - size))
-    slope, addend, limit = limits if activation == "clamped_swiglu" else (None, None, None)
+    slopes = limits if activation == "clamped_swiglu" else (None, None, None)
+    return _fp4(rows, row_scales, mixture, weights, experts, size, slopes)
+
+
+def _nvfp4(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor) -> Tensor:
+    _, _, divisor, products = mixture.gate_up.parts  # type: ignore[attr-defined]
+    down, _, inner_divisors, inner_products = mixture.down.parts  # type: ignore[attr-defined]
+    rows, wide, size = x.as_subclass(Tensor).contiguous(), down.shape[1], x.shape[1]
+    rows = rows if wide == size else F.pad(rows, (0, wide - size))
+    numbers, row_scales = import_module("flashinfer").fp4_quantize(rows, divisor, is_sf_swizzled_layout=False)
+    row_scales = row_scales.view(torch.float8_e4m3fn).reshape(len(x), -1)
+    factors = (products * inner_divisors, products, inner_products)
+    return _fp4(numbers, row_scales, mixture, weights, experts, size, factors=factors)
+
+
+def _fp4(
+    rows: Tensor,
+    row_scales: Tensor | None,
+    mixture: Mixture,
+    weights: Tensor,
+    experts: Tensor,
+    size: int,
+    slopes: Sequence[Tensor | None] | Tensor = (None, None, None),
+    factors: Sequence[Tensor | None] = (None, None, None),
+) -> Tensor:
+    """Return the mixture of 4-bit experts, [T, size].
+
+    `slopes` are the slope, the addend and the limit of `clamped_swiglu`. `factors` multiply the rows of `up`, the rows
+    of the gate before the activation, and the output of the second product.
+    """
+    (codes, scales, *_), (down, down_scales, *_) = mixture.gate_up.parts, mixture.down.parts  # type: ignore[attr-defined]
+    num_experts, wide, half = down.shape
+    slope, addend, limit = slopes
     out = import_module("flashinfer.fused_moe").trtllm_fp4_block_scale_routed_moe(
         topk_ids=(experts, weights.to(torch.bfloat16)),
         hidden_states=rows,
@@ -127,9 +174,9 @@ def _mxfp4(x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activa
         gemm2_weights=down,
         gemm2_weights_scale=down_scales,
         gemm2_bias=mixture.down_bias,
-        output1_scale_scalar=None,
-        output1_scale_gate_scalar=None,
-        output2_scale_scalar=None,
+        output1_scale_scalar=factors[0],
+        output1_scale_gate_scalar=factors[1],
+        output2_scale_scalar=factors[2],
         **_of_all(num_experts, experts.shape[1], 2 * half),
     )
     out = out if isinstance(out, Tensor) else out[0]

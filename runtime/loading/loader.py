@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ops.backends import BLOCK_PRODUCTS
+from ops.backends import BLOCK_PRODUCTS, FP4_PRODUCTS, ROUNDING
 from ops.machine import GIB, Machine
 from ops.matmul.grouped import GroupForm
 from ops.progress import Bar, progress_bar
@@ -57,7 +57,8 @@ from runtime.modeling.decoder import Decoder
 from runtime.modeling.host_layers import HostLayer, shared_modules
 from runtime.models.registry import config_of, entry, family_of
 
-KEEPING = frozenset(backend.file for backend in BLOCK_PRODUCTS.values())  # GPU products that read packed weights
+# Files of products on GPUs that read packed weights.
+KEEPING = frozenset(backend.file for backend in (*BLOCK_PRODUCTS.values(), *FP4_PRODUCTS.values()))
 MAX_NEXTN_LAYERS = 16  # maximum number of multi-token prediction layers after the model's own layers
 SHARD_FILES = "model-rank-{rank}-part-{part}.safetensors"  # files of the load format sharded_state
 
@@ -271,8 +272,10 @@ def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> Quant
         return method
     if not in_cpp and kernels.backends["matmul"] not in KEEPING:
         return method
+    # Whether kernels read the scales of inputs.
+    rounds = any(kernels.backends[operation] in files for operation, files in ROUNDING.items())
     low_bit = {
-        name: form
+        name: form if rounds else form._replace(input_scaled=False)
         for name, form in tensors.forms.items()
         if (requested is None and not (in_cpp and form.floating)) or form.bits == 4
     }

@@ -11,7 +11,12 @@ from runtime.config.fields import Fields
 from runtime.config.quantization import FORMATS
 from runtime.errors import CheckpointError
 
-SPELLINGS = {"compressed_tensors": "compressed-tensors", "gptq_v2": "gptq", "modelopt_fp8": "modelopt"}
+SPELLINGS = {
+    "compressed_tensors": "compressed-tensors",
+    "gptq_v2": "gptq",
+    "modelopt_fp4": "modelopt",
+    "modelopt_fp8": "modelopt",
+}
 AUTO_ROUND = {  # part of the name of AutoRound's packing -> format with this packing
     "awq": "awq",
     "gptq": "gptq",

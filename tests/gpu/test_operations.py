@@ -34,6 +34,16 @@ def test_flashinfers_block_products_equal_those_in_float64(device: str) -> None:
         compare_block_products(file, device)
 
 
+def test_flashinfers_products_in_nvfp4_equal_those_of_rounded_inputs(device: str) -> None:
+    from on_device.operations import compare_fp4_products, fp4_product_files
+
+    files = fp4_product_files()
+    if not files:
+        pytest.skip("this machine has no compiled kernels of FlashInfer for products in NVFP4")
+    for file in files:
+        compare_fp4_products(file, device)
+
+
 def test_flashinfers_quantised_experts_equal_the_dequantised_ones(device: str) -> None:
     from on_device.operations import compare_fused_experts, fused_expert_files
 

@@ -21,6 +21,8 @@ from ops.matmul.grouped import E2M1
 
 Tensors = dict[str, Tensor]
 MATRIX = re.compile(r".*\.(\w+_proj)\.weight")
+# Range of all NVFP4 weights with rounded inputs, and their common scale: tools give fused weights the same scale.
+SHARED_RANGE, SHARED_SCALE = (torch.tensor(-0.5), torch.tensor(0.5)), 2e-4
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 MOE_SHAPE = {**SHAPE, "moe_intermediate_size": 64}
 
@@ -102,12 +104,15 @@ def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = Fal
         if str(args.strategy).endswith("tensor_group"):
             from compressed_tensors.quantization.utils import generate_gparam
 
-            extra = {"weight_global_scale": generate_gparam(weight.min(), weight.max())}
+            low_end, high_end = (weight.min(), weight.max()) if scheme.input_activations is None else SHARED_RANGE
+            extra = {"weight_global_scale": generate_gparam(low_end, high_end)}
         scale, zero = calculate_qparams(
             low, high, args, **({"global_scale": extra["weight_global_scale"]} if extra else {})
         )
         state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero, **extra}
         stored = dict(compressor.compress(state, scheme))
+        if extra and scheme.input_activations is not None:
+            stored["input_global_scale"] = 1 / input_scale(weight).reshape(1)
         plain = compressor.decompress(dict(stored), scheme)["weight"].float()
         if not g_idx or "weight_packed" not in stored:
             return stored, plain
@@ -122,6 +127,11 @@ def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = Fal
         quantization_status=QuantizationStatus.COMPRESSED,
     )
     return quantize, config.to_dict()
+
+
+def input_scale(weight: Tensor) -> Tensor:
+    """Return a scale of a weight's inputs, as a tool would find it in calibration data. Each weight has another one."""
+    return 2e-3 + 1e-2 * weight[0, 0].abs()
 
 
 def ranges(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
@@ -309,8 +319,8 @@ def fp8(*, scope: str = "block", static: bool = False) -> tuple[Quantize, dict]:
 
 
 def modelopt(kind: str, *, before: bool = False) -> tuple[Quantize, dict]:
-    """Export like NVIDIA's ModelOpt: 4 bits with two outputs per byte, mxfp4, or fp8 in blocks; `before` scales the
-    inputs.
+    """Export like NVIDIA's ModelOpt: 4 bits with two outputs per byte, nvfp4, mxfp4, or fp8 in blocks; `before` scales
+    the inputs.
     """
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -321,6 +331,13 @@ def modelopt(kind: str, *, before: bool = False) -> tuple[Quantize, dict]:
     def by_kind(weight: Tensor) -> tuple[Tensors, Tensor]:
         if kind == "mxfp4":
             return by_exponents(weight, 4)
+        if kind == "nvfp4":
+            scales = (weight.unflatten(1, (-1, 16)).abs().amax(2) / 6 / SHARED_SCALE).to(torch.float8_e4m3fn)
+            spread = (scales.float() * SHARED_SCALE).repeat_interleave(16, 1).clamp_min(1e-12)
+            codes = ((weight / spread).unsqueeze(-1) - torch.tensor(E2M1)).abs().argmin(-1).to(torch.uint8)
+            stored = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+            stored |= {"weight_scale_2": torch.tensor(SHARED_SCALE), "input_scale": input_scale(weight)}
+            return stored, torch.tensor(E2M1)[codes.int()] * spread
         if kind == "fp8_pb_wo":
             stored, plain = fp8(scope="block")[0](weight)
             scale = stored["weight_scale_inv"]

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import recorded_nvfp4
 from ops.matmul.rounded_rows import round_rows
 from recorded_fused import mixed, mixed_gemm_weight
+from recorded_nvfp4 import from_tiles, unrounded
 from recorded_products import dequantised, dequantised_weight
 
 
@@ -25,6 +27,7 @@ def cutlass_fused_moe(
     min_latency_mode=False, use_packed_weights=False, tune_max_num_tokens=8192, enable_pdl=None, activation_type=3,
     swizzled_input_sf=True,
 ) -> Tensor:  # fmt: skip
+    second_inputs: Any = None
     dtypes = {each.dtype for each in (input, fc1_expert_weights, fc2_expert_weights)}
     assert {type(each) for each in (input, fc1_expert_weights, fc2_expert_weights)} == {Tensor}
     assert input.is_contiguous()
@@ -42,6 +45,16 @@ def cutlass_fused_moe(
         assert dtypes == {torch.bfloat16, torch.uint8}
         assert all(each.shape[1] % 128 == 0 for each in weights)
         weights = tuple(map(mixed_gemm_weight, weights, quant_scales))
+    elif fc1_expert_weights.dtype == torch.int64:
+        assert dtypes == {torch.bfloat16, torch.int64}
+        (divisor, scales, factors, second_inputs, second_scales, second_factors) = quant_scales
+        assert divisor.dim() == 0
+        assert {each.dtype for each in (divisor, factors, second_inputs, second_factors)} == {torch.float32}
+        weights = (
+            _nvfp4(fc1_expert_weights, scales, factors),
+            _nvfp4(fc2_expert_weights, second_scales, second_factors),
+        )
+        input = recorded_nvfp4.rounded(input, divisor)
     else:
         assert quant_scales is None
         assert dtypes == {output_dtype}
@@ -55,4 +68,15 @@ def cutlass_fused_moe(
     assert (token_selected_experts.dtype, token_final_scales.dtype) == (torch.int32, torch.float32)
     limits = (swiglu_alpha, swiglu_beta, swiglu_limit)
     mixture = (fc1_expert_weights, fc2_expert_weights, *(None if each is None else each.float() for each in biases))
-    return output.copy_(mixed(input.float(), mixture, token_final_scales, token_selected_experts, limits))
+    more = {"second_inputs": second_inputs}
+    return output.copy_(mixed(input.float(), mixture, token_final_scales, token_selected_experts, limits, **more))
+
+
+def _nvfp4(words: Tensor, scales: Tensor, factors: Tensor) -> Tensor:
+    """Return weights [X, O, I] from codes, 16 per number, and scales in tiles, 4 per number."""
+    codes, (num_experts, rows, columns) = words.view(torch.uint8), words.shape
+    assert (scales.dtype, scales.shape) == (torch.int32, (num_experts, rows, columns // 4))
+    assert rows % 128 == columns % 8 == 0
+    tiles = scales.view(torch.uint8)
+    each = [unrounded(codes[x], from_tiles(tiles[x], rows, columns)) * factors[x] for x in range(num_experts)]
+    return torch.stack(each)

@@ -17,6 +17,7 @@ from torch import Tensor
 import recorded_experts
 import recorded_fused
 import recorded_latent
+import recorded_nvfp4
 import recorded_products
 import recorded_trtllm
 from ops.attention import AttentionMetadata, AttentionOptions, native
@@ -208,6 +209,7 @@ CONTENTS: dict[str, tuple[Any, ...]] = {
         BatchDecodeWithPagedKVCacheWrapper,
         BatchPrefillWithPagedKVCacheWrapper,
         fast_decode_plan,
+        recorded_nvfp4.fp4_quantize,
         recorded_fused.mxfp8_quantize,
         recorded_fused.shuffle_matrix_a,
         recorded_fused.shuffle_matrix_sf_a,
@@ -216,7 +218,11 @@ CONTENTS: dict[str, tuple[Any, ...]] = {
         recorded_latent.BatchMLAPagedAttentionWrapper,
         recorded_latent.trtllm_batch_decode_with_kv_cache_mla,
     ),
-    "flashinfer.gemm": (recorded_products.fp8_blockscale_gemm_sm90, recorded_products.gemm_fp8_nt_groupwise),
+    "flashinfer.gemm": (
+        recorded_products.fp8_blockscale_gemm_sm90,
+        recorded_products.gemm_fp8_nt_groupwise,
+        recorded_nvfp4.mm_fp4,
+    ),
     "flashinfer.fused_moe": (
         recorded_experts.cutlass_fused_moe,
         recorded_fused.interleave_moe_scales_for_sm90_mixed_gemm,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.matmul.grouped import E2M1
+from recorded_nvfp4 import rounded, unrounded
 from recorded_products import dequantised, dequantised_weight
 
 ROWS_OF_32 = [8 * (row % 4) + row // 4 for row in range(32)]  # a row's place among 32 shuffled rows
@@ -105,9 +106,15 @@ def trtllm_fp4_block_scale_routed_moe(
     assert (local_expert_offset, local_num_experts, len(gemm1_weights)) == (0, num_experts, num_experts)
     assert gemm1_weights.shape[1] == 2 * intermediate_size == 4 * gemm2_weights.shape[2]
     assert gemm2_weights.shape[1] % 256 == intermediate_size % 256 == 0
-    assert output1_scale_scalar is output1_scale_gate_scalar is output2_scale_scalar is None
-    x = hidden_states.float()
-    if hidden_states_scale is not None:
+    factors = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
+    x, second_inputs, is_nvfp4 = hidden_states.float(), None, hidden_states.dtype == torch.uint8
+    if is_nvfp4:
+        assert all((each.dtype, each.shape) == (torch.float32, (num_experts,)) for each in factors)
+        assert hidden_states_scale.shape == (len(x), x.shape[1] // 8)
+        x, second_inputs = unrounded(hidden_states, hidden_states_scale.view(torch.uint8)), torch.ones(num_experts)
+    else:
+        assert factors == (None, None, None)
+    if hidden_states_scale is not None and not is_nvfp4:
         assert (hidden_states.dtype, hidden_states_scale.dtype) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
         exponents = hidden_states_scale.view(torch.uint8).int() - 127
         x = x * exponents.float().exp2().repeat_interleave(32, 1)
@@ -117,9 +124,12 @@ def trtllm_fp4_block_scale_routed_moe(
     biases = [None if each is None else _shuffled_bias(each) for each in (gemm1_bias, gemm2_bias)]
     limits = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     up, gate = first[:, ::2], first[:, 1::2]
+    if is_nvfp4:
+        up, gate, second = (weight * factor.view(-1, 1, 1) for weight, factor in zip((up, gate, second), factors))
     bias = None if biases[0] is None else torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), 1)
-    rounds = hidden_states_scale is not None
-    out = mixed(x, (torch.cat((up, gate), 1), second, bias, biases[1]), weights.float(), experts, limits, rounds=rounds)
+    mixture, rounds = (torch.cat((up, gate), 1), second, bias, biases[1]), hidden_states_scale is not None
+    more = {"second_inputs": second_inputs, "rounds": rounds and not is_nvfp4}
+    out = mixed(x, mixture, weights.float(), experts, limits, **more)
     return [out.to(torch.bfloat16)]
 
 
@@ -145,11 +155,13 @@ def trtllm_fp8_block_scale_routed_moe(
     return mixed(x, (first, second, None, None), weights, experts, (None, None, None)).to(torch.bfloat16)
 
 
-def mixed(x: Tensor, mixture: Any, weights: Tensor, experts: Tensor, limits: Any, *, rounds: bool = False) -> Tensor:
+def mixed(
+    x: Tensor, mixture: Any, weights: Tensor, experts: Tensor, limits: Any, *, rounds=False, second_inputs: Any = None,
+) -> Tensor:  # fmt: skip
     """Return the mixture's output in float32. The first half of the rows belongs to `up`.
 
     `limits` are the slope, the addend of `up` and the limit of each expert, or None for silu. With `rounds`, inputs of
-    the second product are rounded to MXFP8.
+    the second product are rounded to MXFP8. `second_inputs` are the divisors with which they are rounded to NVFP4.
     """
     gate_up, down, bias, down_bias = mixture
     slope, addend, limit = limits
@@ -167,6 +179,8 @@ def mixed(x: Tensor, mixture: Any, weights: Tensor, experts: Tensor, limits: Any
             inner = numbers.float() * (
                 exponents.view(len(inner), inner.shape[1] // 32).float() - 127
             ).exp2().repeat_interleave(32, 1)
+        if second_inputs is not None:
+            inner = rounded(inner, second_inputs[expert])
         result = inner @ down[expert].T
         if down_bias is not None:
             result = result + down_bias[expert]
@@ -176,6 +190,9 @@ def mixed(x: Tensor, mixture: Any, weights: Tensor, experts: Tensor, limits: Any
 
 def _shuffled_weight(codes: Tensor, scales: Tensor) -> Tensor:
     num_experts, rows, half = codes.shape
+    if scales.shape[2] == half // 8:
+        numbers = _unshuffled_scales(scales.view(torch.uint8), num_experts * rows, half // 8)
+        return unrounded(_unshuffled(codes.flatten(0, 1)), numbers).view(num_experts, rows, 2 * half)
     exponents = _unshuffled_scales(scales.view(torch.uint8), num_experts * rows, half // 16)
     return _e2m1(_unshuffled(codes.flatten(0, 1)), exponents).view(num_experts, rows, 2 * half)
 

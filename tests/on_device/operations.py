@@ -15,9 +15,11 @@ import torch
 from kernel_cases import activation, attention, low_rank, matmul, moe, norm, recurrence, rope, sampling
 from kernel_comparison import agree
 from on_device.moved import Moved
-from ops.backends import ATTENTION, BLOCK_PRODUCTS, EXPERTS, SAMPLING
+from ops.backends import ATTENTION, BLOCK_PRODUCTS, EXPERTS, FP4_PRODUCTS, SAMPLING
 from ops.machine import Machine
-from ops.matmul.grouped import GroupedWeight
+from ops.matmul import nvfp4
+from ops.matmul.fused_weight import FusedWeight
+from ops.matmul.grouped import E2M1, GroupedWeight
 from ops.matmul.rounded_rows import round_rows
 from ops.moe import GroupedMixture, Mixture
 from ops.moe import native as native_moe
@@ -32,7 +34,7 @@ NO_TABLE = tuple(  # implemented by torch on a GPU
 )
 EXACT = ("kv", "sampling")  # operations that copy, round or choose, so results must be equal
 EXTRAS = ("penalized", "masked", "scored")  # functions of a table in addition to `outputs`
-FUSED_DISTANCE = 0.08  # relative: FlashInfer's experts in float8 and MXFP4 round activations too
+FUSED_DISTANCE = 0.08  # relative: FlashInfer's experts in float8, MXFP4 and NVFP4 round activations too
 SLACK = 2.0  # the device's exponentials and sums differ from the host's
 
 LONG = tuple((97 * row % 3000, 1) for row in range(32))
@@ -114,7 +116,7 @@ def runnable_files(operation: str) -> set[str]:
     if operation == "moe":  # `compare_fused_experts` is about quantised experts of FlashInfer
         in_16_bits = [EXPERTS["flashinfer_cutlass"]] if has_compiled_flashinfer() else []
         backends = [ATTENTION["torch_native"], EXPERTS["triton"], *in_16_bits]
-    elif operation == "matmul":  # of 4-bit weights; `compare_block_products` is about the other files
+    elif operation == "matmul":  # of 4-bit weights; `compare_block_products` and `compare_fp4_products` take others
         backends = [ATTENTION["torch_native"], ATTENTION["triton"]]
     files = {backend.file for backend in backends if not backend.unmet(machine, gpu)} - set(HOST_ONLY)
     by_flashinfer = {b.file for b in backends if b.needs and b.needs.package == "flashinfer-python"}
@@ -181,6 +183,33 @@ def compare(check: Check, device: str) -> None:
             agree([one], [other], SLACK)
 
 
+def fp4_product_files() -> list[str]:
+    """Return the files of FlashInfer's products in NVFP4 that this machine has as machine code."""
+    machine = Machine.probe()
+    if not machine.gpus or not has_compiled_flashinfer():
+        return []
+    gpu = machine.gpus[0]
+    return [each.file for name, each in FP4_PRODUCTS.items() if name != "triton" and not each.unmet(machine, gpu)]
+
+
+def compare_fp4_products(file: str, device: str) -> None:
+    """Raise AssertionError if products in NVFP4 differ from those of `nvfp4.linear`, which rounds inputs in torch."""
+    module: Any = import_module(f"ops.matmul.{file}")
+    generator = torch.Generator().manual_seed(9)
+    codes = torch.randint(0, 16, (512, 1024), generator=generator, dtype=torch.uint8)
+    scales = (40 * torch.rand(512, 64, generator=generator)).to(E4M3).float() * 3e-4
+    inputs = torch.tensor([1e-3])
+    weight = GroupedWeight(codes, scales, table=E2M1, input_scales=inputs)
+    there = weight._replace(codes=codes.to(device), scales=scales.to(device), input_scales=inputs.to(device))
+    packed = module.prepare_grouped(there, BF16)
+    assert isinstance(packed, FusedWeight), "Triton would compute this product"
+    for num_rows in (1, 5, 64, 300):
+        x = torch.randn(num_rows, 1024, generator=generator).to(BF16)
+        found, wanted = module.linear(x.to(device), packed).cpu().float(), nvfp4.linear(x.float(), weight)
+        distance = (found - wanted).norm() / wanted.norm()
+        assert distance < FUSED_DISTANCE, f"{file}, {num_rows} rows: {distance:.3f}"
+
+
 def block_product_files() -> list[str]:
     """Return the files of FlashInfer's products with block-scaled weights that run on this machine."""
     machine = Machine.probe()
@@ -223,7 +252,10 @@ def fused_expert_files() -> list[tuple[str, str]]:
 
 
 def compare_fused_experts(file: str, form: str, device: str) -> None:
-    """Raise AssertionError if quantised experts differ from those of `native` with dequantised weights in float32."""
+    """Raise AssertionError if quantised experts differ from those of `native` with dequantised weights in float32.
+
+    In NVFP4, `native` rounds the inputs too.
+    """
     module: Any = import_module(f"ops.moe.{file}")
     mixture, activation = moe.fused_experts(form), "clamped_swiglu" if form == "MXFP4" else "silu"
     prepared = module.prepare_grouped_experts(_moved(mixture, device), BF16)
@@ -234,8 +266,11 @@ def compare_fused_experts(file: str, form: str, device: str) -> None:
         logits = torch.randn(num_tokens, num_experts, generator=generator)
         weights, chosen = native_moe.route(logits, 2, renormalise=True)
         x = torch.randn(num_tokens, size, generator=generator).to(BF16)
-        wanted = native_moe.mix(x.float(), wide, weights, chosen, activation)
-        is_rounded = device == "cpu" and form != "MXFP4"  # a Triton kernel rounds rows on a GPU
+        if form == "NVFP4":
+            wanted = native_moe.mix_rounded(x.float(), mixture, weights, chosen)
+        else:
+            wanted = native_moe.mix(x.float(), wide, weights, chosen, activation)
+        is_rounded = device == "cpu" and form == "float8 blocks"  # a Triton kernel rounds rows on a GPU
         rows = round_rows(x, 128) if is_rounded else x.to(device)
         found = module.mix(rows, prepared, weights.to(device), chosen.to(device), activation).cpu().float()
         distance = (found - wanted).norm() / wanted.norm()
@@ -243,7 +278,14 @@ def compare_fused_experts(file: str, form: str, device: str) -> None:
 
 
 def _moved(mixture: GroupedMixture, device: str) -> GroupedMixture:
-    gate_up, down = (each._replace(codes=each.codes.to(device), scales=each.scales.to(device)) for each in mixture[:2])
+    gate_up, down = (
+        each._replace(
+            codes=each.codes.to(device),
+            scales=each.scales.to(device),
+            input_scales=None if each.input_scales is None else each.input_scales.to(device),
+        )
+        for each in mixture[:2]
+    )
     return GroupedMixture(gate_up, down, *(None if bias is None else bias.to(device) for bias in mixture[2:]))
 
 

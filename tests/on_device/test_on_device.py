@@ -57,7 +57,18 @@ def test_block_products_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         operations.compare_block_products("with_triton", CPU)
 
 
-@pytest.mark.parametrize("form", ["MXFP4", "float8 blocks"])
+def test_products_in_nvfp4_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in recorded_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    operations.compare_fp4_products("with_fp4", CPU)
+    monkeypatch.setattr("ops.matmul.with_fp4.tiled", lambda scales: scales)
+    with pytest.raises(AssertionError, match="with_fp4, 1 rows"):
+        operations.compare_fp4_products("with_fp4", CPU)
+    with pytest.raises(AssertionError, match="Triton would compute"):
+        operations.compare_fp4_products("with_triton", CPU)
+
+
+@pytest.mark.parametrize("form", ["MXFP4", "NVFP4", "float8 blocks"])
 @pytest.mark.parametrize("file", ["with_flashinfer", "with_trtllm_gen"])
 def test_fused_experts_are_compared(file: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in recorded_flashinfer.modules().items():
@@ -77,9 +88,9 @@ def test_fused_experts_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         machine = Machine.named(name)
         monkeypatch.setattr(operations.Machine, "probe", lambda machine=machine: machine)
         found[name] = operations.fused_expert_files()
-    in_both = ["MXFP4", "float8 blocks"]
-    assert found["h100"] == [("with_flashinfer", form) for form in in_both]
-    assert found["b200"] == [("with_trtllm_gen", form) for form in in_both]
+    assert found["h100"] == [("with_flashinfer", form) for form in ("MXFP4", "float8 blocks")]
+    by_trtllm = [("with_trtllm_gen", form) for form in ("MXFP4", "NVFP4", "float8 blocks")]
+    assert found["b200"] == [("with_flashinfer", "NVFP4"), *by_trtllm]
     assert found["a100"] == found["cpu"] == []
 
 

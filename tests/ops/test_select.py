@@ -9,7 +9,7 @@ import torch
 
 from cpp_kernels import library
 from ops.attention import native
-from ops.backends import ATTENTION, BLOCK_PRODUCTS, EXPERTS, SAMPLING
+from ops.backends import ATTENTION, BLOCK_PRODUCTS, EXPERTS, FP4_PRODUCTS, SAMPLING
 from ops.machine import Machine
 from ops.select import OPERATIONS, Kernels, select
 
@@ -45,7 +45,8 @@ def test_settings_reach_the_backend_they_name() -> None:
 
 
 def test_every_backend_has_its_file() -> None:
-    by_operation = {"attention": ATTENTION, "matmul": BLOCK_PRODUCTS, "moe": EXPERTS, "sampling": SAMPLING}
+    products = {**BLOCK_PRODUCTS, **{f"{name} in NVFP4": each for name, each in FP4_PRODUCTS.items()}}
+    by_operation = {"attention": ATTENTION, "matmul": products, "moe": EXPERTS, "sampling": SAMPLING}
     for operation, declared in by_operation.items():
         for backend in declared.values():
             assert backend.file in OPERATIONS[operation][1]

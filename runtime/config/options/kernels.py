@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ops.backends import ATTENTION, BLOCK_PRODUCTS, FLASHINFER_COMPILED
+from ops.backends import ATTENTION, BLOCK_PRODUCTS, FLASHINFER_COMPILED, FP4_PRODUCTS, Backend
 from runtime.config.option_spec import always, inert, option, refused, renamed
 
 _LATENT = "a model with multi-head latent attention (which other backends also support) and"
@@ -32,14 +33,22 @@ _KERNELS = ", ".join(
 _DEFAULT = " if the machine supports it, else ".join(list(ATTENTION)[: list(ATTENTION).index("torch_native") + 1])
 
 
-_BLOCK_PRODUCTS = "; ".join(
-    f"{name}: {backend.kernels} (needs {backend.needs})" for name, backend in BLOCK_PRODUCTS.items() if name != "triton"
-)
+def _products(backends: Mapping[str, Backend]) -> str:
+    """Return the backends other than Triton, with what they need."""
+    others = {name: backend for name, backend in backends.items() if name != "triton"}
+    return "; ".join(f"{name}: {backend.kernels} (needs {backend.needs})" for name, backend in others.items())
+
+
 _NO_PRODUCTS = {
     "deep_gemm": "the deep_gemm package, which has to be built from source; use flashinfer_deepgemm",
     "flashinfer_trtllm": "an NVIDIA Blackwell GPU; use flashinfer_cutlass",
     "cutlass": "the sgl-kernel package; use flashinfer_deepgemm on Hopper and flashinfer_cutlass on Blackwell",
     "aiter": "an AMD GPU",
+}
+_NO_FP4_PRODUCTS = {
+    "flashinfer_cudnn": "an NVIDIA Blackwell GPU and NVIDIA's cuDNN front end; use flashinfer_cutlass",
+    "flashinfer_trtllm": "an NVIDIA Blackwell GPU; use flashinfer_cutlass",
+    "cutlass": "the sgl-kernel package; use flashinfer_cutlass",
 }
 _NO_DOUBLE_SPARSITY = {
     "reason": "double sparsity changes answers and needs channels calibrated for each model, and SGLang removed it "
@@ -92,11 +101,20 @@ class KernelArgs:
     fp8_gemm_backend: str = option(
         "auto",
         "Kernels that multiply weights in float8 with one scale per block of 128 x 128 numbers (DeepSeek's format), in "
-        f"bfloat16 on a GPU. auto: triton if the GPU supports it. {_BLOCK_PRODUCTS}. Triton computes other weights and "
-        "experts.",
+        f"bfloat16 on a GPU. auto: triton if the GPU supports it. {_products(BLOCK_PRODUCTS)}. Triton computes other "
+        "weights and experts.",
         choices=("auto", *BLOCK_PRODUCTS, *_NO_PRODUCTS),
         built=("auto", *BLOCK_PRODUCTS),
         needs=_NO_PRODUCTS,
+    )
+    fp4_gemm_backend: str = option(
+        "auto",
+        "Kernels that multiply weights in NVFP4 on a GPU, in checkpoints with scales of the inputs. auto: triton if "
+        f"the GPU supports it, which does not round inputs. {_products(FP4_PRODUCTS)}, which round inputs to NVFP4 "
+        "too. Triton computes other weights.",
+        choices=("auto", *FP4_PRODUCTS, *_NO_FP4_PRODUCTS),
+        built=("auto", *FP4_PRODUCTS),
+        needs=_NO_FP4_PRODUCTS,
     )
     triton_attention_num_kv_splits: int | None = option(
         None,

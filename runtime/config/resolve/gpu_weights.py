@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ops.backends import BLOCK_PRODUCTS, EXPERTS, FLASHINFER_DTYPES
+from ops.backends import BLOCK_PRODUCTS, EXPERTS, FLASHINFER_DTYPES, FP4_PRODUCTS
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
-from runtime.config.quantization import GROUPED, METHODS
+from runtime.config.quantization import FORMATS, GROUPED, METHODS
 from runtime.config.resolve.plan_builder import PlanBuilder
 
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 # Backends for which the precision of MXFP4 experts' inputs can be selected.
 PRECISE = ("flashinfer_mxfp4", "flashinfer_trtllm")
+ASKED_NVFP4 = ("modelopt_fp4", "petit_nvfp4")  # values of --quantization that name ModelOpt's NVFP4
 BLOCK = [128, 128]  # outputs and inputs of a float8 block, which has one scale, in FlashInfer's kernels
 
 
@@ -45,7 +46,7 @@ def experts_on_gpu(
 def _unread(builder: PlanBuilder, formats: Sequence[str], dtype: str, facts: ModelFacts) -> str:
     """Return why FlashInfer's kernels for these formats cannot compute the model's experts, or ""."""
     stored, activation = _format(builder, facts), expert_activation(facts)
-    fitting = ("silu", "clamped_swiglu") if stored != "float8 blocks" else ("silu",)
+    fitting = ("silu",) if stored in ("float8 blocks", "NVFP4") else ("silu", "clamped_swiglu")
     dtypes = FLASHINFER_DTYPES if stored == "16 bits" else ("bfloat16",)
     if facts.config and stored not in formats:
         here = f"another format ({facts.quantization})" if stored == "other" else stored
@@ -68,10 +69,12 @@ def _format(builder: PlanBuilder, facts: ModelFacts) -> str:
         return "16 bits"  # torchao's methods leave experts unquantised
     if facts.quantization is None:
         return "16 bits" if quant.quantization is None else "other formats, by --quantization"
-    if quant.quantization not in (None, facts.quantization):
+    if quant.quantization not in (None, facts.quantization, *(ASKED_NVFP4 if in_nvfp4(facts) else ())):
         return "other formats, by --quantization"
     if in_blocks(facts):
         return "float8 blocks"
+    if in_nvfp4(facts):
+        return "NVFP4"
     return "MXFP4" if facts.quantization == "mxfp4" else "other"
 
 
@@ -92,9 +95,11 @@ def expert_activation(facts: ModelFacts) -> str:
 def kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:
     """Return whether linear layers may keep weights in 4 bits or float8. The Triton kernels can read such weights."""
     stored = facts.quantization
-    if asked is None or (stored is not None and asked in METHODS and METHODS[asked].only_unquantized):
+    method = METHODS.get(asked or "")
+    named = stored is not None and asked in (stored, *FORMATS[stored].asked)  # the option only names the format
+    if asked is None or (named and method is None) or (stored is not None and method and method.only_unquantized):
         return stored in GROUPED
-    return asked.startswith("int4wo") or (asked in METHODS and METHODS[asked].on_gpu == "with_triton")
+    return asked.startswith("int4wo") or (method is not None and method.on_gpu == "with_triton")
 
 
 def products_on_gpu(
@@ -104,12 +109,17 @@ def products_on_gpu(
 
     Refuses a requested backend that cannot compute this model.
     """
+    if (in_fp4 := _fp4_products(builder, machine, gpu, dtype, facts, kept=kept)) is not None:
+        return in_fp4
     option, asked = "fp8_gemm_backend", builder.args.kernels.fp8_gemm_backend
     otherwise = "Triton kernels multiply weights in 4 bits and float8 without dequantising them first"
     if asked not in BLOCK_PRODUCTS:
         suited = [name for name, each in BLOCK_PRODUCTS.items() if name != "triton" and not each.unmet(machine, gpu)]
         if kept and suited and in_blocks(facts):
             otherwise += f"; FlashInfer's products are used if named (--fp8-gemm-backend {suited[0]}): not measured yet"
+        suited = [name for name, each in FP4_PRODUCTS.items() if name != "triton" and not each.unmet(machine, gpu)]
+        if kept and suited and in_nvfp4(facts):
+            otherwise += f"; FlashInfer's products are used if named (--fp4-gemm-backend {suited[0]}): not measured yet"
         return "with_triton", otherwise
     backend = BLOCK_PRODUCTS[asked]
     reason = backend.unmet(machine, gpu)
@@ -126,6 +136,55 @@ def products_on_gpu(
         return backend.file, otherwise if asked == "triton" else f"as asked: {backend.kernels}; Triton otherwise"
     builder.refuse(option, f"--fp8-gemm-backend {asked} cannot be used: it {reason}; use auto.")
     return "with_triton", otherwise
+
+
+def _fp4_products(
+    builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, *, kept: bool
+) -> tuple[str, str] | None:
+    """Return like `products_on_gpu` for --fp4-gemm-backend, or None if it names no kernels other than Triton's."""
+    option, asked = "fp4_gemm_backend", builder.args.kernels.fp4_gemm_backend
+    if asked not in FP4_PRODUCTS:
+        return None
+    backend, beside = FP4_PRODUCTS[asked], builder.args.kernels.fp8_gemm_backend
+    reason = backend.unmet(machine, gpu)
+    if asked != "triton" and not reason:
+        rounded = builder.args.quant.quantization not in (None, facts.quantization, *ASKED_NVFP4)
+        if beside not in ("auto", "triton"):
+            reason = f"cannot be used beside --fp8-gemm-backend {beside}"
+        elif facts.config and (rounded or builder.args.quant.torchao_config or not (kept and in_nvfp4(facts))):
+            reason = (
+                "multiplies weights in NVFP4 with scales of the inputs, which this model does not have or which other "
+                "options change"
+            )
+        elif dtype not in FLASHINFER_DTYPES:
+            reason = f"computes in {' or '.join(FLASHINFER_DTYPES)}, and this model in {dtype}"
+    if reason:
+        builder.refuse(option, f"--fp4-gemm-backend {asked} cannot be used: it {reason}; use auto.")
+    elif asked != "triton":
+        return backend.file, f"as asked: {backend.kernels}, which round inputs to NVFP4; Triton otherwise"
+    return None
+
+
+def in_nvfp4(facts: ModelFacts) -> bool:
+    """Return whether the checkpoint has weights in NVFP4 with scales of their inputs, according to its settings."""
+    settings = facts.config.get("quantization_config") or {}
+    if facts.quantization == "modelopt":
+        return str(settings.get("quant_algo")).upper() == "NVFP4"
+    groups = settings.get("config_groups")
+    return (
+        facts.quantization == "compressed-tensors"
+        and isinstance(groups, Mapping)
+        and any(map(_is_nvfp4, groups.values()))
+    )
+
+
+def _is_nvfp4(group: Any) -> bool:
+    """Return whether a group of compressed-tensors has weights and inputs in e2m1 with a scale per 16 numbers."""
+    each = [group.get(part) for part in ("weights", "input_activations")] if isinstance(group, Mapping) else [None]
+    return all(
+        isinstance(one, Mapping) and (one.get("num_bits"), one.get("type"), one.get("group_size")) == (4, "float", 16)
+        for one in each
+    )
 
 
 def in_blocks(facts: ModelFacts) -> bool:

@@ -44,7 +44,7 @@ class KeptGroups(Unquantized):
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
         form = self._form(layout)
         _untyped(layer).form = form
-        for name in ("weight", "codes", "scales", "shifts"):
+        for name in ("weight", "codes", "scales", "shifts", "input_scales"):
             setattr(layer, name, None)
         for each in layout.sub_layers:
             self.kept.pop(f"{each.name}.weight", None)
@@ -58,6 +58,8 @@ class KeptGroups(Unquantized):
         layer.scales = parameter(*groups, dtype=torch.float32, bits=8 if small and not self._in_cpp else bits)
         if form.shifted:
             layer.shifts = parameter(*groups, dtype=torch.float32, bits=bits)
+        if form.input_scaled:
+            layer.input_scales = parameter(len(layout.sub_layers), dtype=torch.float32)
         return None
 
     def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
@@ -67,8 +69,10 @@ class KeptGroups(Unquantized):
             yield from super().shards(layer, layout)
             return
         columns, groups, row = layout.columns, _groups(layout.columns, form), 0
-        for each, rows in zip(layout.sub_layers, layout.rows, strict=True):
+        for number, (each, rows) in enumerate(zip(layout.sub_layers, layout.rows, strict=True)):
             axes = (each.axis, layout.in_axis)
+            if form.input_scaled:
+                yield Shard(f"{each.name}.weight.input_scale", untyped.input_scales, number, 1, (None,), ())
             for part, target, inner in (
                 ("codes", untyped.codes, columns),
                 ("scales", untyped.scales, groups),
@@ -106,9 +110,10 @@ class KeptGroups(Unquantized):
         shifted = form.shifted and not (complete and not bool(untyped.shifts.any()))
         shifts = untyped.shifts.detach() if shifted else None
         codes, scales = untyped.codes.detach(), untyped.scales.detach()
-        untyped.codes = untyped.scales = untyped.shifts = None
+        inputs = untyped.input_scales.detach() if form.input_scaled else None
+        untyped.codes = untyped.scales = untyped.shifts = untyped.input_scales = None
         kinds = {"bits": form.bits, "floating": form.floating, "powers": form.powers}
-        return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, **kinds)
+        return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, **kinds, input_scales=inputs)
 
     def _form(self, layout: LinearLayout) -> GroupForm | None:
         """Return the common form of the sub-layers, or None if there is none or the layer must be dequantised."""
@@ -116,6 +121,8 @@ class KeptGroups(Unquantized):
             self._forms.get(f"{each.name}.weight") if each.tensor_rows is None else None for each in layout.sub_layers
         ]
         known = [form for form in forms if form is not None]
+        if not all(form.input_scaled for form in known):
+            known = [form._replace(input_scaled=False) for form in known]
         form, columns = common_form(known) if len(known) == len(forms) else None, layout.columns
         if form is None:
             return None

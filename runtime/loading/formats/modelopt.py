@@ -86,7 +86,11 @@ def _add_floats(derived: Derived, stored: Stored, name: str, stem: str, groups: 
         return GroupedWeight(nibbles(read(name)[rows]), read_scales(read)[rows], table=E2M1, powers=by_exponent)
 
     used, kept = [name, scale, *([] if by_exponent else [whole])], len(shape) == 2
-    form = GroupForm(2 * size, table=E2M1, shifted=False, powers=by_exponent)
+    inputs = stem.removesuffix("weight") + "input_scale"
+    input_scaled = kept and not by_exponent and size == 8 and stored.shapes.get(inputs) in ((), (1,))
+    form = GroupForm(2 * size, table=E2M1, shifted=False, powers=by_exponent, input_scaled=input_scaled)
+    if input_scaled:
+        derived.add_input_scale(name, inputs)
     derived.add(name, shape, used, make, make_grouped if kept else None, form if kept else None)
 
 

@@ -317,9 +317,12 @@ def add_floats(derived: Derived, stored: Stored, name: str, packed: str, schemes
         return GroupedWeight(nibbles(read(packed)[rows]), read_scales(read)[rows], table=E2M1, powers=form.powers)
 
     powers = whole is None and stored.dtypes[scale] in (torch.uint8, torch.float8_e8m0fnu)
-    form = GroupForm(16 if small else 32, table=E2M1, shifted=False, powers=powers)
     used = [packed, scale, *([whole] if whole else [])]
-    kept = len(shape) == 2 and not of_6_bits
+    kept, inputs = len(shape) == 2 and not of_6_bits, f"{name.removesuffix('weight')}input_global_scale"
+    input_scaled = kept and small and stored.shapes.get(inputs) in ((), (1,))
+    form = GroupForm(16 if small else 32, table=E2M1, shifted=False, powers=powers, input_scaled=input_scaled)
+    if input_scaled:
+        derived.add_input_scale(name, inputs, inverse=True)
     derived.add(name, shape, used, make, make_grouped if kept else None, form if kept else None)
 
 

@@ -52,6 +52,7 @@ NUMBERS_AT_ONCE = 2**18  # numbers unpacked at a time; intermediate tensors take
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of unquantised tensors
 # parts of a grouped weight, read as tensors NAME.codes, NAME.scales and NAME.shifts
 PARTS = ("codes", "scales", "shifts")
+INPUT_SCALE = "input_scale"  # name of a further part that does not depend on the rows
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class Derived:
     # Stored tensors that are not tensors of the model: derived tensors read them, or they are not needed.
     used: set[str] = field(default_factory=set)
     renamed: dict[str, str] = field(default_factory=dict)  # stored name -> the model's name
+    # name of a weight -> function that computes the scale of its inputs, float32 [1] (`ops/matmul/nvfp4.py`)
+    input_scales: dict[str, Callable[[Read], Tensor]] = field(default_factory=dict)
 
     def add(
         self,
@@ -80,6 +83,18 @@ class Derived:
         """
         self.tensors[name] = DerivedTensor(tuple(shape), make, make_grouped, form, make_rows)
         self.used.update(used)
+
+    def add_input_scale(self, name: str, stored: str, *, inverse: bool = False) -> None:
+        """Add the scale of the inputs of the weight `name`: the stored number, or with `inverse` 1 divided by it."""
+
+        def read_scale(read: Read) -> Tensor:
+            scale = read(stored).float().reshape(1)
+            if not bool((scale > 0) & scale.isfinite()):
+                raise CheckpointError(f"{stored} must be a positive number, not {scale.item()}.")
+            return 1 / scale if inverse else scale
+
+        self.input_scales[name] = read_scale
+        self.used.add(stored)
 
 
 class QuantizedTensors:
@@ -109,7 +124,7 @@ class QuantizedTensors:
         self._kept = kept
         for name in self.forms:
             out_size, in_size = self._derived.tensors[name].shape
-            for each in (name, *(f"{name}.{part}" for part in PARTS)):
+            for each in (name, *(f"{name}.{part}" for part in (*PARTS, INPUT_SCALE))):
                 self.shapes.pop(each, None)
             if name not in kept:
                 self.shapes[name] = (out_size, in_size)
@@ -118,6 +133,8 @@ class QuantizedTensors:
             self.shapes[f"{name}.codes"] = (out_size, in_size)
             for part in PARTS[1 : 2 + form.shifted]:
                 self.shapes[f"{name}.{part}"] = (out_size, in_size // form.group)
+            if form.input_scaled:
+                self.shapes[f"{name}.{INPUT_SCALE}"] = (1,)
 
     def check_unquantized(self, needed: Iterable[str]) -> None:
         """Drop biases that are zero and not among the `needed` tensors: some tools write them for every layer.
@@ -156,6 +173,10 @@ class QuantizedTensors:
                 give_parts(take, cuts, name, tensor)
             self._stored.release()
 
+        for name, read_scale in self._derived.input_scales.items():
+            if (part := f"{name}.{INPUT_SCALE}") in cuts:
+                with fitting(part):
+                    give_parts(take, cuts, part, read_scale(self._stored.read))
         names = [name for name in self._derived.tensors if name in cuts or f"{name}.codes" in cuts]
         for_each(make, names, num_threads)
 

@@ -99,27 +99,34 @@ def _mix() -> None:
     biases = (torch.zeros(2, size, dtype=torch.bfloat16) for size in (256, 128))
     in_mxfp4 = GroupedMixture(gate_up, down, *biases)
     x = round_rows(torch.zeros(3, 128, dtype=torch.bfloat16), 128)
+    gate_up = gate_up._replace(scales=torch.ones(2, 256, 8), powers=False, input_scales=torch.ones(2, 1))
+    down = gate_up._replace(codes=codes[:, :128], scales=gate_up.scales[:, :128])
+    in_nvfp4 = GroupedMixture(gate_up, down)
     cases: list[tuple[Any, GroupedMixture, dict[str, bool]]] = [
         (experts, in_blocks, {}),
         (experts, in_mxfp4, {}),
         (with_trtllm_gen, in_blocks, {}),
+        (experts, in_nvfp4, {}),
+        (with_trtllm_gen, in_nvfp4, {}),
         (with_trtllm_gen, in_mxfp4, {"rounds": True}),
         (with_trtllm_gen, in_mxfp4, {"rounds": False}),
     ]
     for backend, given, more in cases:
         mixture = backend.prepare_grouped_experts(given, torch.bfloat16)
-        activation = "silu" if given is in_blocks else "clamped_swiglu"
+        activation = "clamped_swiglu" if given is in_mxfp4 else "silu"
         backend.mix(x, mixture, torch.ones(3, 2), chosen, activation, **more)
 
 
 def _multiply() -> None:
-    from ops.matmul import with_deepgemm, with_groupwise  # these modules import triton
+    from ops.matmul import with_deepgemm, with_fp4, with_groupwise  # these modules import triton
 
     codes, x = torch.zeros(128, 128, dtype=torch.uint8), torch.zeros(3, 128, dtype=torch.bfloat16)
     weight = GroupedWeight(codes, torch.ones(128, 1), bits=8, floating=True)
     for backend in (with_deepgemm, with_groupwise):
         rows = round_rows(x, 128)  # torch rounds them, because a Triton kernel may not run here
         backend.linear(rows, backend.prepare_grouped(weight, x.dtype))
+    weight = GroupedWeight(codes, torch.ones(128, 8), table=E2M1, input_scales=torch.ones(1))
+    with_fp4.linear(x, with_fp4.prepare_grouped(weight, x.dtype))
 
 
 def _capture(attend: Any, given: Any, case: Case) -> None:

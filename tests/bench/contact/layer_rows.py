@@ -34,9 +34,11 @@ MIXTURE = Experts("Qwen3-30B-A3B", 128, 8, 2048, 768)
 SMALL_MIXTURE = Experts("tiny", 4, 2, 128, 128)
 FORMATS = {
     "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
     "float8 blocks": "float8 in blocks",
 }  # a FlashInfer backend's format -> key of `EXPERT_BITS`
-EXPERT_BITS = {"bfloat16": 16.0, "float8": 8.0, "float8 in blocks": 8.25, "mxfp4": 4.25}  # per weight, with its scales
+# Bits per weight, with its scales.
+EXPERT_BITS = {"bfloat16": 16.0, "float8": 8.0, "float8 in blocks": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
 
 
 def experts(place: Place) -> Iterator[Row]:
@@ -95,10 +97,9 @@ def _route(place: Place, shape: Experts, count: int) -> Call:
 def _mix(place: Place, shape: Experts, name: str, count: int, file: str | None = None) -> Call:
     moe = import_module(f"ops.moe.{file or place.kernels}")
     weights, chosen = moe.route(place.draw(count, shape.num_experts), shape.top_k, renormalise=True)
-    if name == "mxfp4":
-        grouped = GroupedMixture(
-            _mxfp4(place, shape, 2 * shape.inner_size, shape.size), _mxfp4(place, shape, shape.size, shape.inner_size)
-        )
+    if name in ("mxfp4", "nvfp4"):
+        gate_up = _of_4_bits(place, shape, name, 2 * shape.inner_size, shape.size)
+        grouped = GroupedMixture(gate_up, _of_4_bits(place, shape, name, shape.size, shape.inner_size))
         mixture, x = moe.prepare_grouped_experts(grouped, torch.bfloat16), place.draw(count, shape.size)
         return lambda: moe.mix(x, mixture, weights, chosen, "silu")
     gate_up = place.draw(shape.num_experts, 2 * shape.inner_size, shape.size, scale=shape.size**-0.5)
@@ -114,12 +115,16 @@ def _mix(place: Place, shape: Experts, name: str, count: int, file: str | None =
     return lambda: moe.mix(x, mixture, weights, chosen, "silu")
 
 
-def _mxfp4(place: Place, shape: Experts, out_size: int, in_size: int) -> GroupedWeight:
+def _of_4_bits(place: Place, shape: Experts, name: str, out_size: int, in_size: int) -> GroupedWeight:
     """Return experts' weights with random codes, and with scales that make the products about as large as x."""
     codes = place.draw(shape.num_experts, out_size, in_size).mul_(5).to(torch.int32).bitwise_and_(15).to(torch.uint8)
     scale = 2.0 ** round(-1.5 - math.log2(in_size) / 2)
-    scales = torch.full((shape.num_experts, out_size, in_size // 32), scale, device=codes.device)
-    return GroupedWeight(codes, scales, table=E2M1, powers=True)
+    scales = torch.full((shape.num_experts, out_size, in_size // (32 if name == "mxfp4" else 16)), scale)
+    scales = scales.to(codes.device)
+    if name == "mxfp4":
+        return GroupedWeight(codes, scales, table=E2M1, powers=True)
+    inputs = torch.full((shape.num_experts, 1), 1 / 448, device=codes.device)
+    return GroupedWeight(codes, scales, table=E2M1, input_scales=inputs)
 
 
 class Recurrent(NamedTuple):

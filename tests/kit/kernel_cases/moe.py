@@ -111,15 +111,22 @@ def outputs_of_4_bits(backend: ModuleType, form: GroupForm, num_tokens: int, dty
 
 
 def fused_experts(form: str) -> GroupedMixture:
-    """Return random experts in "MXFP4" with biases, as in gpt-oss, or in "float8 blocks" of 128 x 128 numbers."""
+    """Return random experts in "MXFP4" with biases, as in gpt-oss, in "NVFP4", or in "float8 blocks" of 128 x 128."""
     generator, num_experts = torch.Generator().manual_seed(3), 4
-    size, inner_size = (160, 96) if form == "MXFP4" else (384, 128)  # MXFP4 is padded
+    size, inner_size = (384, 128) if form == "float8 blocks" else (160, 96)  # MXFP4 and NVFP4 are padded
 
     def draw(out_size: int, in_size: int) -> GroupedWeight:
         if form == "MXFP4":
             codes = torch.randint(0, 16, (num_experts, out_size, in_size), generator=generator, dtype=torch.uint8)
             exponents = torch.randint(-6, -2, (num_experts, out_size, in_size // 32), generator=generator)
             return GroupedWeight(codes, exponents.float().exp2(), table=E2M1, powers=True)
+        if form == "NVFP4":
+            codes = torch.randint(0, 16, (num_experts, out_size, in_size), generator=generator, dtype=torch.uint8)
+            scales = (40 * torch.rand(num_experts, out_size, in_size // 16, generator=generator)).to(
+                torch.float8_e4m3fn
+            )
+            inputs = 1e-3 * (1 + torch.rand(num_experts, 1, generator=generator))
+            return GroupedWeight(codes, scales.float() * 3e-4, table=E2M1, input_scales=inputs)
         numbers = torch.randn(num_experts, out_size, in_size, generator=generator).to(torch.float8_e4m3fn)
         blocks = 0.5 + torch.rand(num_experts, out_size // 128, in_size // 128, generator=generator)
         scales = (blocks * in_size**-0.5).repeat_interleave(128, 1)

@@ -1,4 +1,4 @@
-"""MXFP4 and float8 experts in the layouts of FlashInfer's fused kernels, with fakes that undo these layouts."""
+"""MXFP4, NVFP4 and float8 experts in the layouts of FlashInfer's fused kernels, with fakes that undo these layouts."""
 
 from __future__ import annotations
 
@@ -97,6 +97,48 @@ def test_float8_experts_on_blackwell_equal_the_dequantised_ones() -> None:
         with_trtllm_gen.one_expert(prepared, 0, 384, 128)
     with pytest.raises(ValueError, match="Use --moe-runner-backend triton"):
         with_trtllm_gen.prepare_grouped_experts(mixture, torch.float16)
+
+
+def experts_in_nvfp4() -> GroupedMixture:
+    generator = torch.Generator().manual_seed(6)
+
+    def draw(out_size: int, in_size: int, num_tensors: int) -> GroupedWeight:
+        codes = torch.randint(0, 16, (EXPERTS, out_size, in_size), generator=generator, dtype=torch.uint8)
+        numbers = (40 * torch.rand(EXPERTS, out_size, in_size // 16, generator=generator)).to(torch.float8_e4m3fn)
+        factors = torch.tensor([3e-4, 2e-4, 7e-4]).view(EXPERTS, 1, 1)
+        inputs = 1e-3 * (1 + torch.rand(EXPERTS, num_tensors, generator=generator))
+        return GroupedWeight(codes, numbers.float() * factors, table=E2M1, input_scales=inputs)
+
+    return GroupedMixture(draw(2 * INNER, SIZE, 2), draw(SIZE, INNER, 1))
+
+
+@pytest.mark.parametrize("backend", [with_flashinfer, with_trtllm_gen])
+def test_nvfp4_experts_are_those_of_rounded_inputs(backend: Any) -> None:
+    mixture = experts_in_nvfp4()
+    prepared = backend.prepare_grouped_experts(mixture, BF16)
+    assert (prepared.gate_up.shape, prepared.down.shape) == ((EXPERTS, 2 * INNER, SIZE), (EXPERTS, SIZE, INNER))
+    x, weights, experts = drawn()
+    found = backend.mix(x, prepared, weights, experts, "silu")
+    assert (found.shape, found.dtype, found.is_contiguous()) == (x.shape, BF16, True)
+    assert distance(found, native.mix_rounded(x.float(), mixture, weights, experts)) < 0.02
+    assert 0.05 < distance(found, wanted(mixture, "silu")) < 0.2  # what Triton computes
+    with pytest.raises(ValueError, match="one by one"):
+        backend.one_expert(prepared, 0, SIZE, INNER)
+    with pytest.raises(ValueError, match="with clamped_swiglu"):
+        backend.mix(x, prepared, weights, experts, "clamped_swiglu")
+
+
+@pytest.mark.parametrize("backend", [with_flashinfer, with_trtllm_gen])
+def test_nvfp4_experts_that_the_kernels_lack_are_refused(backend: Any) -> None:
+    mixture = experts_in_nvfp4()
+    biased = mixture._replace(down_bias=torch.zeros(EXPERTS, SIZE))
+    for other in (mixture._replace(down=mixture.down._replace(input_scales=None)), biased):
+        with pytest.raises(ValueError, match="with scales of the inputs and without biases.*Use --moe-runner-backend"):
+            backend.prepare_grouped_experts(other, BF16)
+    scales = mixture.gate_up.scales.clone()
+    scales[1, :INNER] *= 1.3
+    with pytest.raises(ValueError, match="one factor .* for an expert's gate and up"):
+        backend.prepare_grouped_experts(mixture._replace(gate_up=mixture.gate_up._replace(scales=scales)), BF16)
 
 
 def test_new_weights_overwrite_the_old_ones_in_their_memory() -> None:

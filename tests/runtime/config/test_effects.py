@@ -54,6 +54,7 @@ BLOCKS = {
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "torch_dtype": "bfloat16",
 }
+NVFP4 = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "torch_dtype": "bfloat16"}
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "num_local_experts": 8,
@@ -83,6 +84,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
     (H200, {"json_model_override_args": BLOCKS}),
+    (Machine.named("b200"), {"json_model_override_args": NVFP4}),
     (Machine.named("b200"), {"json_model_override_args": GPT_OSS, "moe_runner_backend": "flashinfer_mxfp4"}),
     (H200, {"json_model_override_args": {"num_hidden_layers": 8}, "offload_group_size": 2}),
     (FOUR_GPUS, {"tp_size": 2}),

@@ -42,6 +42,7 @@ def test_a_cpu_runs_plain_torch_and_says_why() -> None:
         ({}, "gptq", "with_triton"),
         ({}, "fp8", "with_triton"),
         ({}, "mxfp4", "with_triton"),
+        ({"quantization": "modelopt_fp4"}, "modelopt", "with_triton"),
         ({}, "bitsandbytes", "native"),
         ({"quantization": "fp8"}, None, "with_triton"),
         ({"quantization": "fp8"}, "compressed-tensors", "with_triton"),
@@ -252,6 +253,12 @@ def test_experts_by_triton_are_refused_where_it_does_not_run() -> None:
 
 
 GPT_OSS = {"architecture": "GptOssForCausalLM", "quantization": "mxfp4", "config": {"hidden_act": "silu"}}
+NVFP4 = {"quantization": "modelopt", "config": {"quantization_config": {"quant_algo": "NVFP4"}}}
+ARGS_OF_NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
+GROUPS = {"group_0": {"weights": ARGS_OF_NVFP4, "input_activations": ARGS_OF_NVFP4}}
+PACKED_NVFP4 = {"quantization": "compressed-tensors", "config": {"quantization_config": {"config_groups": GROUPS}}}
+ONLY_WEIGHTS = {"config_groups": {"group_0": {"weights": ARGS_OF_NVFP4, "input_activations": None}}}
+NVFP4A16 = {"quantization": "compressed-tensors", "config": {"quantization_config": ONLY_WEIGHTS}}
 SEEING = {"text_config": {"hidden_act": "gelu"}}
 CUTLASS, MXFP4, TRTLLM = ({"moe_runner_backend": f"flashinfer_{name}"} for name in ("cutlass", "mxfp4", "trtllm"))
 
@@ -268,7 +275,7 @@ CUTLASS, MXFP4, TRTLLM = ({"moe_runner_backend": f"flashinfer_{name}"} for name 
         ("h200", BLOCKS, CUTLASS, ""),
         ("h200", BLOCKS, {**CUTLASS, "quantization": "w4a16"}, "in other formats, by --quantization"),
         ("h200", BLOCKS, {**CUTLASS, "enable_torch_compile": True}, "which --enable-torch-compile dequantises"),
-        ("b200", BLOCKS, CUTLASS, "computes experts in 16 bits on this GPU, and this model's are in float8 blocks"),
+        ("b200", BLOCKS, CUTLASS, "in 16 bits or NVFP4 on this GPU, and this model's are in float8 blocks"),
         (
             "h200",
             {"dtype": "float32"},
@@ -293,6 +300,12 @@ CUTLASS, MXFP4, TRTLLM = ({"moe_runner_backend": f"flashinfer_{name}"} for name 
         ("b200", {"config": {"a": 1}}, MXFP4, "computes experts in MXFP4 on this GPU, and this model's are in 16 bits"),
         ("h200", GPT_OSS, TRTLLM, "it needs an NVIDIA Blackwell GPU"),
         ("b200", BLOCKS, TRTLLM, ""),
+        ("b200", NVFP4, TRTLLM, ""),
+        ("b200", NVFP4, {**TRTLLM, "quantization": "modelopt_fp4"}, ""),
+        ("b200", PACKED_NVFP4, CUTLASS, ""),
+        ("b200", NVFP4A16, CUTLASS, "in 16 bits or NVFP4 on this GPU, and this model's are in another format (c"),
+        ("h200", NVFP4, CUTLASS, "on this GPU, and this model's are in NVFP4"),
+        ("b200", {**NVFP4, "config": {**NVFP4["config"], "hidden_act": "gelu"}}, TRTLLM, "experts with silu, and"),
         ("b200", {**BLOCKS, "config": {**BLOCKS["config"], "hidden_act": "gelu"}}, TRTLLM, "experts with silu, and"),
     ],
 )
@@ -340,6 +353,46 @@ def test_products_by_flashinfer_are_used_or_refused(machine: str, facts: dict[st
     assert ("fp8_gemm_backend" in builder.refusals) == bool(told)
     if not told:
         assert plan.kernels.choices["matmul"] == BLOCK_PRODUCTS[asked].file
+
+
+@pytest.mark.parametrize(
+    ("machine", "facts", "asked", "told"),
+    [
+        ("b200", NVFP4, {}, ""),
+        ("b200", PACKED_NVFP4, {}, ""),
+        ("b200", NVFP4, {"quantization": "modelopt_fp4"}, ""),
+        ("b200", NVFP4A16, {}, "scales of the inputs, which this model does not have"),
+        ("b200", BLOCKS, {}, "which this model does not have"),
+        ("b200", NVFP4, {"quantization": "w4a16"}, "which this model does not have or which other options change"),
+        (
+            "b200",
+            NVFP4 | {"dtype": "float32"},
+            {"dtype": "float32"},
+            "in float16 or bfloat16, and this model in float32",
+        ),
+        ("b200", NVFP4, {"fp8_gemm_backend": "flashinfer_cutlass"}, "beside --fp8-gemm-backend flashinfer_cutlass"),
+        ("h200", NVFP4, {}, "it needs an NVIDIA Blackwell GPU (compute capability 10.x), and"),
+        ("cpu", NVFP4, {}, "and this model runs on the CPU; use auto"),
+    ],
+)
+def test_products_in_nvfp4_are_used_or_refused(
+    machine: str, facts: dict[str, Any], asked: dict[str, Any], told: str
+) -> None:
+    args = Args.of(model_path="/models/small", fp4_gemm_backend="flashinfer_cutlass", **asked)
+    plan, builder = decide(args, Machine.named(machine), replace(ANY_MODEL, **facts))
+    assert told in builder.refusals.get("fp4_gemm_backend", "")
+    assert ("fp4_gemm_backend" in builder.refusals) == bool(told)
+    assert (plan.kernels.choices["matmul"] == "with_fp4") == (not told)
+    by_default, _ = decide(Args.of(model_path="/m", fp4_gemm_backend="auto"), Machine.named(machine), ANY_MODEL)
+    assert by_default.kernels.choices["matmul"] != "with_fp4"
+
+
+def test_products_in_nvfp4_are_mentioned_where_they_are_possible() -> None:
+    for machine, said in (("b200", True), ("h200", False)):
+        plan, _ = decide(Args.of(model_path="/m"), Machine.named(machine), replace(ANY_MODEL, **NVFP4))
+        assert plan.kernels.choices["matmul"] == "with_triton"
+        assert ("--fp4-gemm-backend flashinfer_cutlass" in plan.kernels.reasons["choices"]) == said
+        assert not decided(Machine.named(machine), fp4_gemm_backend="triton")[2]
 
 
 @pytest.mark.parametrize(("machine", "name"), [("h200", "flashinfer_deepgemm"), ("b200", "flashinfer_cutlass")])

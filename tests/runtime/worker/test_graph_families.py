@@ -64,13 +64,14 @@ def test_graphs_give_the_tokens_of_eager_steps(
     assert len(set(sizes)) > 1  # several sizes, with and without padding rows
 
 
+@pytest.mark.parametrize("form", ["MXFP4", "NVFP4"])
 @pytest.mark.parametrize("file", ["with_flashinfer", "with_trtllm_gen"])
-def test_fused_experts_are_captured(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer's kernels for MXFP4 experts, as fakes with its signatures, give the tokens of eager steps."""
+def test_fused_experts_are_captured(file: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's kernels for 4-bit experts, as fakes with its signatures, give the tokens of eager steps."""
     for name, module in recorded_flashinfer.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     backend: Any = import_module(f"ops.moe.{file}")
-    mixture, calls = fused_experts("MXFP4"), []
+    mixture, calls = fused_experts(form), []
 
     def mix(x: torch.Tensor, *operands: Any, **more: Any) -> torch.Tensor:
         calls.append(len(x))
@@ -81,8 +82,9 @@ def test_fused_experts_are_captured(file: str, monkeypatch: pytest.MonkeyPatch) 
     model = load_model(facts, late_steps.model_plan(), replace(late_steps.kernels(), mix=mix))
     for layer in mixtures(model).values():
         prepared = backend.prepare_grouped_experts(mixture, torch.bfloat16)
-        layer.activation, layer.gate_up, layer.down = "clamped_swiglu", frozen(prepared.gate_up), frozen(prepared.down)
-        layer.gate_up_bias, layer.down_bias = frozen(prepared.gate_up_bias), frozen(prepared.down_bias)
+        layer.activation = "clamped_swiglu" if form == "MXFP4" else "silu"
+        layer.gate_up, layer.down = frozen(prepared.gate_up), frozen(prepared.down)
+        layer.gate_up_bias, layer.down_bias = (None if bias is None else frozen(bias) for bias in prepared[2:])
     monkeypatch.setattr(late_steps, "model", lambda family: model)
     expected = late_steps.outputs(PROMPTS, family="qwen3_moe")
     sizes, eager = replays(monkeypatch), len(calls)
