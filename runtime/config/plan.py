@@ -167,6 +167,12 @@ class SchedulerPlan(Section):
         return self.chunk_tokens or self.max_prefill_tokens
 
     @property
+    def takes_branches(self) -> bool:
+        """Whether draft tokens may have alternatives."""
+        by_model, looked_up = self.max_model_drafts > 0, self.max_lookup_drafts > 0
+        return (by_model and self.draft_topk > 1) or (looked_up and self.draft_breadths[1] > 1)
+
+    @property
     def max_row_drafts(self) -> int:
         """Maximum number of draft tokens of a sequence in one step, including alternatives."""
         by_model = self.max_tree_drafts if self.max_model_drafts and self.draft_topk > 1 else 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 logger = logging.getLogger("penstock.core")
 
 PROFILE_ROWS = 20  # maximum number of rows in the table that --enable-profile-cuda-graph logs
+REPEATS_PER_ROW = 2  # `AttentionMetadata.repeated` of a graph has room for this number of tokens per row
 NOTHING_MORE = BatchReads()
 # For each page table (see `_tables`), the functions that write the attention plan of a step before the replay.
 Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]
@@ -43,6 +44,13 @@ class Choice:
     # Whether `choose` can be captured only for greedy rows, because for other rows it reads parameters on the host.
     greedy_only: bool
     limits: frozenset[str]  # sampling limits (for example "top_k") that a captured `choose` supports
+
+
+class _Kind(NamedTuple):
+    """What a graph computes besides hidden states."""
+
+    chooses: bool  # whether it samples tokens
+    repeats: bool = False  # whether it also stores the KV of some tokens in a second slot, for branches of drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +83,9 @@ class CudaGraphRunner:
     draft head, to its own states). Every step stores the result in the attribute `states`.
 
     With a `choice`, graphs also sample tokens (`choose`). Steps that need more than tokens, such as log-probabilities,
-    use a second graph of each size, which ends at the hidden states. These graphs are captured after the first such
-    step.
+    use a second graph of each size, which ends at the hidden states. With `takes_branches`, steps with branches of
+    drafts have graphs of their own, which store the KV of some tokens twice. The graphs of a kind are captured after
+    the first step that needs this kind.
 
     All graphs share buffers of the largest size. Smaller graphs use the first rows.
     """
@@ -93,6 +102,7 @@ class CudaGraphRunner:
         choice: Choice | None = None,
         prompts: PromptGraphs | None = None,
         states: Callable[[Tensor], Tensor] | None = None,
+        takes_branches: bool = False,
         collect_garbage: bool = False,
         profile: bool = False,
     ) -> None:
@@ -113,20 +123,20 @@ class CudaGraphRunner:
         self._states_of = states
         # See `states` above: [T, S] of the last step's tokens, valid until the next step.
         self.states: Tensor | None = None
-        # (size, whether the graph samples) of the graphs to capture, the next one last
-        self._waiting: list[tuple[int, bool]] = []
+        self._takes_branches = takes_branches
+        self._waiting: list[tuple[int, _Kind]] = []  # sizes and kinds of the graphs to capture, the next one last
         self._num_missed = 0  # number of steps since the last capture that ran eagerly because their graph was missing
-        self._requested: set[bool] = set()
+        self._requested: set[_Kind] = set()
         if self._capturable:
-            self._request_capture(choice is not None)
+            self._request_capture(_Kind(choice is not None))
         if not self._capturable:
             logger.info(
                 "No CUDA graphs are captured: steps with %s caches cannot be captured.",
                 ", ".join(cache.kinds),
             )
-        self._graphs: dict[tuple[int, bool], _Captured] = {}
-        # Graph size -> event after the size's last attention plan was copied to the device. The two graphs of a size
-        # (with and without sampling) share the plan's host memory.
+        self._graphs: dict[tuple[int, _Kind], _Captured] = {}
+        # Graph size -> event after the size's last attention plan was copied to the device. The graphs of a size share
+        # the plan's host memory.
         self._planned: dict[int, Event] = {}
         self._collect_garbage = collect_garbage
         self._profile = profile
@@ -136,6 +146,7 @@ class CudaGraphRunner:
             self._nonzero_values: set[str] = set()  # names of row values whose buffers may contain values other than 0
             self._sampling = self._make_sampling(max(buckets.sizes, default=0))
         self._num_real = 0  # number of leading buffer rows that may contain values of an earlier step
+        self._num_repeated = 0  # number of leading entries of the buffers for `repeated` that an earlier step filled
         self._missed: ForwardBatch | None = None  # the step for which `choose` has just requested a graph
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
@@ -205,7 +216,9 @@ class CudaGraphRunner:
         return self.is_waiting()
 
     def request_all(self) -> int:
-        """Request the capture of graphs of prompts of all sizes too. Return the number of captures that remain."""
+        """Request graphs of all sizes for branches and prompts too. Return the number of captures that remain."""
+        if self._takes_branches and self._capturable:
+            self._request_capture(_Kind(self._choice is not None, repeats=True))
         if self._prompts is None:
             return self.num_waiting
         self._prompts.request_all()
@@ -226,7 +239,7 @@ class CudaGraphRunner:
             yield
 
     def _capture_decode(self) -> None:
-        size, chooses = self._waiting.pop()
+        size, kind = self._waiting.pop()
         self._num_missed = 0
         began = time.perf_counter()
         with (
@@ -235,14 +248,15 @@ class CudaGraphRunner:
             self._capture_context(f"Capture of the CUDA graph for {size} rows"),
         ):
             self._reset(0)
+            self._fill_repeated([None] * len(_tables(self._buffers)))
             replans: Replans = [{} for _ in _tables(self._buffers)]
-            run = partial(self._run, size, replans, chooses=chooses)
+            run = partial(self._run, size, replans, kind)
             # The warm-up run must not overwrite a plan in host memory that the device still reads.
             if size in self._planned:
                 self._planned[size].wait()
             run()  # compiles and loads kernels, which cannot be done during a capture
             graph, results = self._device.capture(run)
-            self._graphs[size, chooses] = _Captured(graph, results, replans)
+            self._graphs[size, kind] = _Captured(graph, results, replans)
             self._planned[size] = self._device.record()
         self._seconds += time.perf_counter() - began
         if not self._waiting:
@@ -270,11 +284,12 @@ class CudaGraphRunner:
             return None
         if batch.token_rows is not None:
             batch = _one_token_per_row(batch, batch.token_rows)
-        captured = self._graphs.get((size, arrays is not None))
+        kind = _Kind(arrays is not None, batch.attention.repeated is not None)
+        captured = self._graphs.get((size, kind))
         if captured is None:
             if not is_requested:
-                self._request_capture(arrays is not None)
-                self._capture_soon((size, arrays is not None))
+                self._request_capture(kind)
+                self._capture_soon((size, kind))
                 self._num_missed += 1
             return None
         self._fill(batch, arrays)
@@ -286,13 +301,13 @@ class CudaGraphRunner:
             *results, self.states = results
         return tuple(results)
 
-    def _request_capture(self, chooses: bool) -> None:
+    def _request_capture(self, kind: _Kind) -> None:
         """Queue the capture of graphs of all sizes after the graphs that are already queued."""
-        if chooses not in self._requested:
-            self._requested.add(chooses)
-            self._waiting = [(size, chooses) for size in self._buckets.sizes] + self._waiting
+        if kind not in self._requested:
+            self._requested.add(kind)
+            self._waiting = [(size, kind) for size in self._buckets.sizes] + self._waiting
 
-    def _capture_soon(self, key: tuple[int, bool]) -> None:
+    def _capture_soon(self, key: tuple[int, _Kind]) -> None:
         """Capture this graph next, because a step ran without it.
 
         The largest size is still captured first, because the other graphs share its memory.
@@ -304,17 +319,22 @@ class CudaGraphRunner:
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """Return the size of the graph for this step, or None if no graph fits."""
         attention = batch.attention
-        if batch.media_levels or attention.mutual_spans or attention.repeated is not None:
+        if batch.media_levels or attention.mutual_spans:
             return None
+        num_rows = batch.num_tokens
+        if attention.repeated is not None:
+            if not self._takes_branches:
+                return None
+            num_rows = max(num_rows, -(-len(attention.repeated[0]) // REPEATS_PER_ROW))
         has_several = any(count != 1 for count in attention.counts_host)
-        if not self._capturable or (has_several and (batch.token_rows is None or batch.kinds)):
+        if not self._capturable or (has_several and (batch.token_rows is None or _spans(batch))):
             return None
         if attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
             return None
         for inputs in batch.kinds.values():
             if SPANS in inputs.arrays and (inputs.host is None or not independent(inputs.host[SPANS])):
                 return None
-        return self._buckets.take(batch.num_tokens)
+        return self._buckets.take(num_rows)
 
     def _fill(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> None:
         """Copy a step's inputs into the buffers, with one launch per dtype and one per page table."""
@@ -329,6 +349,9 @@ class CudaGraphRunner:
         for own, given in zip(_tables(buffers), _tables(batch), strict=True):
             pairs.append((own.slot_mapping, given.slot_mapping))
             own.page_table[:num_rows, :width].copy_(given.page_table)
+        repeated = [given.repeated for given in _tables(batch)]
+        if repeated[0] is not None:
+            self._fill_repeated(repeated)
         pairs += [(own, batch.kinds[name].arrays[SPANS].t()) for name, own in _spans(buffers)]
         if arrays is not None:
             pairs += zip(self._sampling, arrays, strict=True)
@@ -340,6 +363,22 @@ class CudaGraphRunner:
         if num_rows < self._num_real:
             self._reset(num_rows)
         self._num_real = num_rows
+
+    def _fill_repeated(self, repeated: Sequence[tuple[Tensor, AttentionMetadata] | None]) -> None:
+        """Copy the tokens to store twice into the buffers, for each page table. The rest goes to scratch pages."""
+        count = 0
+        for own, given, scratch_page in zip(_tables(self._buffers), repeated, self._scratch_pages, strict=True):
+            if own.repeated is None:
+                continue
+            tokens, again = own.repeated
+            if given is not None:
+                count = len(given[0])
+                tokens[:count].copy_(given[0])
+                again.slot_mapping[:count].copy_(given[1].slot_mapping)
+            rest = slice(count, self._num_repeated)
+            tokens[rest].fill_(0)
+            again.slot_mapping[rest].fill_(scratch_page * self._cache.page_size)
+        self._num_repeated = count
 
     def _optional_pairs(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
         """Return (buffer, input) pairs of the optional inputs."""
@@ -378,13 +417,20 @@ class CudaGraphRunner:
         for name, spans in _spans(buffers):
             spans[0, rows].fill_(ZEROS)
             spans[1, rows].fill_(self._cache.kinds[name])
-        own_pages = [self._cache.kinds[name] for name, kind in buffers.kinds.items() if SPANS not in kind.arrays]
-        scratch_pages = [self._cache.scratch_page, *own_pages]
-        for own, scratch_page in zip(_tables(buffers), scratch_pages, strict=True):
+        for own, scratch_page in zip(_tables(buffers), self._scratch_pages, strict=True):
             own.slot_mapping[rows].fill_(scratch_page * self._cache.page_size)
             own.page_table[rows].fill_(scratch_page)
         self._sampling.greedy[rows].fill_(True)  # greedy rows are sampled fastest
         self._num_real = min(first, self._num_real)
+
+    @property
+    def _scratch_pages(self) -> list[int]:
+        """The scratch page of each page table (see `_tables`)."""
+        kinds = self._buffers.kinds.items()
+        return [
+            self._cache.scratch_page,
+            *(self._cache.kinds[name] for name, kind in kinds if SPANS not in kind.arrays),
+        ]
 
     def _replan(self, size: int, replans: Replans, starts: Sequence[int]) -> None:
         """Write the attention plan of a step's rows into the memory that the captured attention kernels read.
@@ -399,11 +445,11 @@ class CudaGraphRunner:
                 replan(metadata)
         self._planned[size] = self._device.record()
 
-    def _run(self, size: int, replans: Replans, *, chooses: bool) -> tuple[Tensor, ...]:
+    def _run(self, size: int, replans: Replans, kind: _Kind) -> tuple[Tensor, ...]:
         """Run the first `size` rows of the buffers without a graph, with an empty `plan_cache`."""
         buffers = self._buffers
         attention, *others = (
-            replace(_first_rows(own, [0] * size), replans=left)
+            replace(_first_rows(own, [0] * size, repeats=kind.repeats), replans=left)
             for own, left in zip(_tables(buffers), replans, strict=True)
         )
         hidden = self._eager(
@@ -418,7 +464,7 @@ class CudaGraphRunner:
         )
         states = () if self._states_of is None else (self._states_of(hidden),)
         choice = self._choice
-        if choice is None or not chooses:
+        if choice is None or not kind.chooses:
             return (hidden, *states)
         arrays = SamplingArrays(*(array[:size] for array in self._sampling))
         return (*choice.choose(choice.logits(hidden), arrays, _all_greedy(size)), *states)
@@ -452,6 +498,15 @@ class CudaGraphRunner:
             starts_host=[],
             counts_host=[],
         )
+
+        def repeated(scratch: int) -> tuple[Tensor, AttentionMetadata] | None:
+            if not self._takes_branches:
+                return None
+            twice = REPEATS_PER_ROW * num_rows
+            slots = filled(scratch * cache.page_size, twice)
+            return filled(0, twice), replace(attention, slot_mapping=slots, repeated=None)
+
+        attention = replace(attention, repeated=repeated(cache.scratch_page))
         kinds = {}
         for name, scratch in cache.kinds.items() if self._capturable else ():
             if SPANS in KINDS[name].scratch_arrays([], 0):
@@ -460,7 +515,8 @@ class CudaGraphRunner:
                 kinds[name] = KindInputs({SPANS: torch.stack(columns).int()}, attention)
                 continue
             table = filled(scratch, num_rows, max_pages, dtype=torch.int32)
-            kinds[name] = kind_inputs({"page_table": table}, filled(scratch * cache.page_size, num_rows), attention)
+            slots = filled(scratch * cache.page_size, num_rows)
+            kinds[name] = kind_inputs({"page_table": table}, slots, attention, repeated(scratch))
         return ForwardBatch(
             token_ids=filled(0, num_rows),
             positions=filled(0, num_rows),
@@ -504,7 +560,7 @@ def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
 def _one_token_per_row(batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
     """Return the batch with a row for each of its T tokens. `rows` int64 [T] maps a token to its row.
 
-    The batch must have no cache kinds other than pages.
+    All cache kinds of the batch must have page tables.
     """
     attention = batch.attention
     starts = [
@@ -512,21 +568,22 @@ def _one_token_per_row(batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
         for start, count in zip(attention.starts_host, attention.counts_host, strict=True)
         for offset in range(count)
     ]
-    return replace(
-        batch,
-        token_rows=None,
-        row_values=batch.token_values,
-        attention=replace(
-            attention,
-            page_table=attention.page_table[rows],
-            starts=batch.positions.int(),
-            counts=torch.ones_like(rows, dtype=torch.int32),
-            query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-            starts_host=starts,
-            counts_host=[1] * len(starts),
-            plan_cache={},
-        ),
+    attention = replace(
+        attention,
+        page_table=attention.page_table[rows],
+        starts=batch.positions.int(),
+        counts=torch.ones_like(rows, dtype=torch.int32),
+        query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+        starts_host=starts,
+        counts_host=[1] * len(starts),
+        plan_cache={},
     )
+    kinds = {
+        name: kind_inputs({"page_table": own.page_table[rows]}, own.slot_mapping, attention, own.repeated)
+        for name, kind in batch.kinds.items()
+        for own in (kind.attention,)
+    }
+    return replace(batch, token_rows=None, row_values=batch.token_values, attention=attention, kinds=kinds)
 
 
 def _all_greedy(num_rows: int) -> SamplingArrays:
@@ -565,9 +622,16 @@ def _first_kinds(
     return kinds
 
 
-def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> AttentionMetadata:
-    """Return the first `len(starts)` rows of the buffers. `starts` are the rows' starts on the host."""
-    size = len(starts)
+def _first_rows(attention: AttentionMetadata, starts: Sequence[int], *, repeats: bool = False) -> AttentionMetadata:
+    """Return the first `len(starts)` rows of the buffers. `starts` are the rows' starts on the host.
+
+    Only with `repeats`, the result has `repeated`.
+    """
+    size, repeated = len(starts), None
+    if repeats and attention.repeated is not None:
+        tokens, again = attention.repeated
+        count = REPEATS_PER_ROW * size
+        repeated = tokens[:count], replace(again, slot_mapping=again.slot_mapping[:count], plan_cache={})
     return replace(
         attention,
         page_table=attention.page_table[:size],
@@ -577,6 +641,7 @@ def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> Attentio
         slot_mapping=attention.slot_mapping[:size],
         starts_host=starts,
         counts_host=[1] * size,
+        repeated=repeated,
         plan_cache={},
     )
 

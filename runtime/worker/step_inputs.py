@@ -263,10 +263,19 @@ def samples_on_host(batch: Batch, *, are_stored: bool = False) -> SampleInputs:
     )
 
 
-def kind_inputs(arrays: Mapping[str, Tensor], slot_mapping: Tensor | None, attention: AttentionMetadata) -> KindInputs:
-    """Return the inputs of a cache kind: its arrays, and attention metadata if the kind has its own page table."""
+def kind_inputs(
+    arrays: Mapping[str, Tensor],
+    slot_mapping: Tensor | None,
+    attention: AttentionMetadata,
+    repeated: tuple[Tensor, AttentionMetadata] | None = None,
+) -> KindInputs:
+    """Return the inputs of a cache kind: its arrays, and attention metadata if the kind has its own page table.
+
+    `repeated` are the second slots of tokens in the kind's own pages (see `AttentionMetadata`).
+    """
     if slot_mapping is not None:
-        attention = replace(attention, page_table=arrays["page_table"], slot_mapping=slot_mapping, plan_cache={})
+        table = arrays["page_table"]
+        attention = replace(attention, page_table=table, slot_mapping=slot_mapping, repeated=repeated, plan_cache={})
     return KindInputs(arrays, attention)
 
 

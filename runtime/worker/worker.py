@@ -112,6 +112,7 @@ class WorkerSetup:
     symmetric_memory: bool = False  # see `Mesh`
     max_drafts: int = 0  # maximum number of draft tokens of a sequence in a step, with alternatives
     max_step_drafts: int = 0  # maximum number of draft tokens of a step
+    takes_branches: bool = False  # whether draft tokens may have alternatives
 
     @property
     def device(self) -> str:
@@ -153,6 +154,7 @@ class WorkerSetup:
             symmetric_memory=parallel.symmetric_memory,
             max_drafts=plan.scheduler.max_row_drafts,
             max_step_drafts=plan.scheduler.max_step_drafts,
+            takes_branches=plan.scheduler.takes_branches,
         )
 
     @classmethod
@@ -179,6 +181,7 @@ class WorkerSetup:
             symmetric_memory=body["symmetric_memory"],
             max_drafts=body["max_drafts"],
             max_step_drafts=body["max_step_drafts"],
+            takes_branches=body["takes_branches"],
         )
 
 
@@ -813,6 +816,7 @@ class ModelWorker:
             if info.world_size == 1 and chooses
             else None,
             states=_states_of(model) if keeps_states else None,
+            takes_branches=self._setup.takes_branches and chooses,
             collect_garbage=graphs.collect_garbage,
             profile=graphs.profile,
         )

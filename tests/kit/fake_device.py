@@ -309,7 +309,7 @@ class _Noting(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._note_change(func, args, kwargs)
         with device._plainly():
-            result = func(*args, **kwargs)
+            result = func(*_with_valid_indices(func, args), **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         if all(leaf.untyped_storage()._cdata in storages for leaf in made):
@@ -339,6 +339,14 @@ class _Noting(TorchDispatchMode):
         self._device.enqueue(self._stream, lambda: func(*args, **kwargs))
         returned = [arguments[name] for name in changed][: len(func._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+
+def _with_valid_indices(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with indices of 0, because the indices in memory may be those of an earlier step."""
+    if func._schema.name != "aten::index":
+        return args
+    values, indices = args
+    return values, [None if index is None else torch.zeros_like(index) for index in indices]
 
 
 class _Calls(TorchFunctionMode):

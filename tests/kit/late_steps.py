@@ -231,6 +231,7 @@ class Steps:
         self._num_sequences, self._num_host_pages = num_sequences, num_host_pages
         self.drafter: DeviceDrafter | None = None
         self.host_drafter: HostDrafter | None = None
+        self.takes_branches = False
         self._batches: deque[Batch] = deque()
         self._reads: deque[Read[StepOutput] | OutOfMemory] = deque()
         self.executor = self._make_executor()
@@ -244,6 +245,7 @@ class Steps:
             reads = options.get("reads", NOTHING_MORE)
             options["prompts"] = PromptGraphs(self.forward, self.pool, self.device, Buckets(prompt_sizes), reads=reads)
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice(self.family)} | options
+        options.setdefault("takes_branches", self.takes_branches)
         if self.drafter is not None and self.drafter.reads_states:
             options["states"] = _states_of(model(self.family))
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
@@ -370,6 +372,7 @@ def outputs(
     alternatives among its `topk` likeliest tokens.
     """
     steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
+    steps.takes_branches = topk > 1
     if draft_model is not None:
         steps.use_draft_model(draft_model, sizes, topk)
     graphs = steps.use_graphs(Buckets(sizes), prompt_sizes) if sizes else None

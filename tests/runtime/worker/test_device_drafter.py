@@ -83,8 +83,11 @@ def test_drafts_change_no_token_in_a_small_pool(num_host_pages: int, methods: st
 TREE_PROMPTS = [(prompt, 16) for prompt, _ in PROMPTS[:4]]
 
 
-def outputs_with_trees(draft: Decoder, seen: list[StepOutput], **options: Any) -> list[list[int]]:
-    """Return the outputs with trees of `draft`. `seen` gets the output of each step."""
+def outputs_with_trees(draft: Decoder | None, seen: list[StepOutput], **options: Any) -> list[list[int]]:
+    """Return the outputs with trees of `draft`, or of prompt lookup (`drafts`) if it is None.
+
+    `seen` gets the output of each step.
+    """
     with pytest.MonkeyPatch.context() as patch:
         finish = late_steps.Steps.finish_oldest
 
@@ -95,7 +98,8 @@ def outputs_with_trees(draft: Decoder, seen: list[StepOutput], **options: Any) -
 
         patch.setattr(late_steps.Steps, "finish_oldest", finished)
         patch.setattr(model_drafts, "LEAST_RATE", 0.0)  # no pauses, although most drafts are wrong
-        return late_steps.outputs(TREE_PROMPTS, draft_model=draft, draft_methods="model", topk=6, **options)
+        methods = "lookup" if draft is None else "model"
+        return late_steps.outputs(TREE_PROMPTS, draft_model=draft, draft_methods=methods, topk=6, **options)
 
 
 @pytest.mark.parametrize("draft_model", [late_steps.near_model, late_steps.head])
@@ -111,15 +115,26 @@ def test_trees_are_those_of_the_cpu(draft_model: Callable[[], Decoder]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(8, 24), pytest.param((), marks=pytest.mark.slow)], ids=["graphs", "eager"])
-def test_trees_change_no_token(sizes: tuple[int, ...]) -> None:
+def test_trees_change_no_token(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is so small that sequences are retracted."""
-    plain, taken = late_steps.outputs(TREE_PROMPTS), 0
-    for seed, draft in enumerate((late_steps.near_model(), late_steps.head())):
-        device, late = LateDevice(Random(seed), haste=0.5 * seed), list[StepOutput]()
-        options = {"depth": 2, "device": device, "sizes": sizes, "capture_every": 2, "num_pages": 16 + 8 * seed}
+    plain, taken, replayed = late_steps.outputs(TREE_PROMPTS), 0, list[bool]()
+    replay = CudaGraphRunner._replay
+
+    def noted(runner: CudaGraphRunner, batch: Any, arrays: Any, **more: Any) -> Any:
+        results = replay(runner, batch, arrays, **more)
+        if results is not None:
+            replayed.append(batch.attention.repeated is not None)
+        return results
+
+    monkeypatch.setattr(CudaGraphRunner, "_replay", noted)
+    for seed, draft in enumerate((late_steps.near_model(), late_steps.head(), None)):
+        device, late = LateDevice(Random(seed), haste=0.4 * seed), list[StepOutput]()
+        options: dict[str, Any] = {"depth": 2, "device": device, "sizes": sizes, "capture_every": 2}
+        options |= {"num_pages": 16 + 8 * seed, "drafts": plain if draft is None else None}
         assert outputs_with_trees(draft, late, **options) == plain
         taken += sum(len(step.taken) for step in late)
     assert taken
+    assert sum(replayed) > (5 if sizes else -1)
 
 
 def test_a_model_that_agrees_takes_fewer_steps_and_graphs_compute_them(monkeypatch: pytest.MonkeyPatch) -> None:
