@@ -57,7 +57,7 @@ NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout p
 class WatchedStore(Protocol):
     """A store whose pages are computed by prefill servers (see `PeerPages.watch`)."""
 
-    async def watch(self, prompt: bytes, keys: Sequence[bytes]) -> PromptWatch: ...
+    def watch(self, prompt: bytes, keys: Sequence[bytes]) -> PromptWatch: ...
 
 
 class Attachment(NamedTuple):
@@ -293,7 +293,7 @@ class Storage:
             return
         prompt = prompt_keys(wanted.sequences[0], self._plan.cache.page_size)[-1]
         told, changed_s = 0, time.monotonic()
-        watch = await store.watch(prompt, keys)
+        watch = store.watch(prompt, keys)
         self._watches.add(watch)
         try:
             while self._tier.attached and self._is_prefilled(wanted):

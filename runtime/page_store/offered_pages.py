@@ -39,6 +39,8 @@ from runtime.page_store.transfer_protocol import (
 logger = logging.getLogger("penstock.core")
 
 MAX_CONNECTIONS = 512  # maximum number of connections to one rank of a prefill server
+# Maximum number of keys in the unanswered requests of one host. They take about 200 MB. A watch is answered at its end.
+MAX_HOST_KEYS = 1 << 21
 REQUEST_S = 10.0  # seconds in which a decode server must send its greeting, or the rest of a request
 SEND_S = 30.0  # seconds in which one answer must be sent
 IDLE_S = 3600.0  # maximum number of seconds between two requests of a connection
@@ -216,6 +218,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.expected = expected
         self.strangers: dict[socket.socket, None] = {}  # connections that have not sent their greeting, oldest first
         self.connections: set[socket.socket] = set()
+        self.num_keys: Counter[str] = Counter()  # host -> number of keys in its unanswered requests
         self.lock = threading.Lock()
         super().__init__(address, _Connection)
 
@@ -255,6 +258,22 @@ class _Server(socketserver.ThreadingTCPServer):
         with self.lock:
             self.strangers.pop(request, None)
 
+    @contextlib.contextmanager
+    def counting(self, host: str, num_keys: int) -> Iterator[None]:
+        """Count the keys of a request until it is answered. Raises ConnectionRefusedError if the host has too many."""
+        with self.lock:
+            if self.num_keys[host] + num_keys > MAX_HOST_KEYS:
+                logger.warning("A request for KV pages was refused: %s has requested too many at once.", host)
+                raise ConnectionRefusedError
+            self.num_keys[host] += num_keys
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.num_keys[host] -= num_keys
+                if not self.num_keys[host]:
+                    del self.num_keys[host]
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("A decode server at %s left.", client_address, exc_info=True)
 
@@ -285,19 +304,24 @@ class _Connection(socketserver.BaseRequestHandler):
             operation, count = HEAD.unpack(head)
             if operation not in (EXISTS, GET, WATCH) or count > MAX_KEYS:
                 return
-            data = _receive(self.request, count * KEY_BYTES, REQUEST_S)
-            if len(data) < count * KEY_BYTES:
-                return
-            keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
-            if operation == EXISTS:
-                self._send(ANSWER.pack(pages.exists(keys)))
-            elif operation == GET:
-                found = pages.pages(keys)
-                self._send(ANSWER.pack(len(found)))
-                for page in found:
-                    self._send(page)
-            elif keys:
-                self._follow(pages, keys[0], keys[1:])
+            with self.server.counting(self.client_address[0], count):
+                self._answer(operation, _receive(self.request, count * KEY_BYTES, REQUEST_S), count)
+
+    def _answer(self, operation: int, data: bytes, count: int) -> None:
+        """Answer a request with `count` keys. Raises ConnectionResetError if `data` ends before the last key."""
+        if len(data) < count * KEY_BYTES:
+            raise ConnectionResetError
+        pages = self.server.pages
+        keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
+        if operation == EXISTS:
+            self._send(ANSWER.pack(pages.exists(keys)))
+        elif operation == GET:
+            found = pages.pages(keys)
+            self._send(ANSWER.pack(len(found)))
+            for page in found:
+                self._send(page)
+        elif keys:
+            self._follow(pages, keys[0], keys[1:])
 
     def _follow(self, pages: OfferedPages, prompt: bytes, keys: Sequence[bytes]) -> None:
         """Answer a `WATCH` until all keys have a page or the prompt has ended."""

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from runtime.page_store.offered_pages import OfferedPages
@@ -45,7 +46,7 @@ class PeerPages:
         # groups are known. Ranks of further groups are added when a server reports its number of groups.
         self._peers = [(str(host), int(port) + space.rank) for host, port in config["peers"]]
         self._first_groups = frozenset(self._peers)
-        self._greeted: set[tuple[str, int]] = set()  # peers that have answered a greeting
+        self._adding = threading.Lock()  # held while further groups are added
         self._lock = threading.Lock()  # held during a request, so that requests run one at a time
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._silent: dict[tuple[str, int], float] = {}  # peer that did not answer -> time of the next attempt
@@ -63,31 +64,36 @@ class PeerPages:
                 best = max(best, self._ask(peer, EXISTS, keys[:MAX_KEYS]))
         return best
 
-    async def watch(self, prompt: bytes, keys: Sequence[bytes]) -> PromptWatch:
+    def watch(self, prompt: bytes, keys: Sequence[bytes]) -> PromptWatch:
         """Follow the pages `keys` of a prompt on all prefill servers. The caller must close the result.
 
-        `prompt` is the key of the prompt's last full page.
+        `prompt` is the key of the prompt's last full page. Must be called on the event loop. Does not wait for the
+        servers.
         """
-        if any(self._local(peer) is None for peer in self._first_groups - self._greeted):
-            # A request makes these servers report their number of attention groups.
-            await asyncio.to_thread(self.exists, [])
-        watch = PromptWatch()
+        watch, followed = PromptWatch(), set[tuple[str, int]]()
         request = greeting(self._space) + pack_request(WATCH, [prompt, *keys[: MAX_KEYS - 1]])
-        try:
-            remote = [peer for peer in self._peers if not watch.follow_local(self._local(peer), prompt, keys)]
-            await asyncio.gather(*(self._follow(peer, watch, request) for peer in remote))
-        except BaseException:
-            watch.close()
-            raise
+
+        def follow() -> None:
+            for peer in self._peers:
+                if peer not in followed:
+                    followed.add(peer)
+                    if not watch.follow_local(self._local(peer), prompt, keys):
+                        watch.connect(self._connect(PromptConnection(peer, watch, request, partial(greeted, peer))))
+
+        def greeted(peer: tuple[str, int], num_groups: int) -> None:
+            self._note_groups(peer, num_groups)
+            follow()
+
+        follow()
         return watch
 
-    async def _follow(self, peer: tuple[str, int], watch: PromptWatch, request: bytes) -> None:
+    async def _connect(self, connection: PromptConnection) -> None:
+        peer = connection.peer
         if time.monotonic() < self._silent.get(peer, 0.0):
             return
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                connect = asyncio.get_running_loop().create_connection
-                await connect(lambda: PromptConnection(peer, watch, request), *peer)
+                await asyncio.get_running_loop().create_connection(lambda: connection, *peer)
         except TimeoutError:
             self._silent[peer] = time.monotonic() + RETRY_S
         except OSError:
@@ -196,18 +202,19 @@ class PeerPages:
                 logger.warning(OTHER_PAGES, *peer, answer)
                 raise ConnectionRefusedError
             self._open[peer] = connection
-            self._greeted.add(peer)
-            if peer in self._first_groups:
-                self._add_groups(peer, num_groups)
+            self._note_groups(peer, num_groups)
         return self._open[peer]
 
-    def _add_groups(self, peer: tuple[str, int], num_groups: int) -> None:
+    def _note_groups(self, peer: tuple[str, int], num_groups: int) -> None:
         """Add the ranks in the further attention groups of a prefill server from which this rank fetches pages."""
+        if peer not in self._first_groups:
+            return
         host, port = peer
-        for group in range(1, num_groups):
-            other = (host, port + group * self._space.num_ranks)
-            if other not in self._peers:
-                self._peers.append(other)
+        with self._adding:
+            for group in range(1, num_groups):
+                other = (host, port + group * self._space.num_ranks)
+                if other not in self._peers:
+                    self._peers.append(other)
 
 
 def _line(connection: socket.socket) -> bytes:

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
 
 from runtime.page_store.offered_pages import OfferedPages
 from runtime.page_store.transfer_protocol import BEAT_S, MAX_GREETING, PROGRESS, PromptState, num_groups_in
@@ -24,6 +24,7 @@ class PromptWatch:
     def __init__(self) -> None:
         self._progress: dict[object, tuple[int, PromptState]] = {}  # key: the connection or the local store
         self._changed = asyncio.Event()
+        self._connecting: set[asyncio.Task[None]] = set()
         self._following: list[PromptConnection] = []
         self._local = contextlib.ExitStack()
 
@@ -31,6 +32,8 @@ class PromptWatch:
     def progress(self) -> tuple[int, PromptState]:
         """(number of leading keys that have a page, state of the prompt). ENDED if no server can be reached."""
         states = {state for _, state in self._progress.values()}
+        if self._connecting:
+            states.add(PromptState.UNKNOWN)
         count = max((count for count, _ in self._progress.values()), default=0)
         if PromptState.PENDING in states:
             return count, PromptState.PENDING
@@ -66,6 +69,16 @@ class PromptWatch:
         look()
         return True
 
+    def connect(self, connecting: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that opens a connection. Until it ends, the prompt may be on another prefill server."""
+        task = asyncio.create_task(connecting)
+        self._connecting.add(task)
+        task.add_done_callback(self._connected)
+
+    def _connected(self, task: asyncio.Task[None]) -> None:
+        self._connecting.discard(task)
+        self._changed.set()
+
     def follow(self, following: PromptConnection) -> None:
         """Register a connection, which `close` will close."""
         self._following.append(following)
@@ -83,6 +96,8 @@ class PromptWatch:
     def close(self) -> None:
         """Stop following the prompt."""
         self._local.close()
+        for task in self._connecting:
+            task.cancel()
         for each in self._following:
             each.transport.abort()
 
@@ -92,8 +107,12 @@ class PromptConnection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, peer: tuple[str, int], watch: PromptWatch, request: bytes) -> None:
-        self._peer, self._watch, self._request = peer, watch, request
+    def __init__(
+        self, peer: tuple[str, int], watch: PromptWatch, request: bytes, greeted: Callable[[int], None]
+    ) -> None:
+        """Create the protocol. `greeted` is called with the server's number of attention groups, once it is known."""
+        self.peer = peer
+        self._watch, self._request, self._greeted = watch, request, greeted
         self._data = b""
         self._accepted = False
         self._heard_s = time.monotonic()
@@ -109,12 +128,14 @@ class PromptConnection(asyncio.Protocol):
         self._data += data
         if not self._accepted:
             line, newline, rest = self._data.partition(b"\n")
-            if (newline and num_groups_in(line) is None) or len(line) > MAX_GREETING:
-                logger.warning(OTHER_PAGES, *self._peer, line[:MAX_GREETING])
+            num_groups = num_groups_in(line) if newline else None
+            if (newline and num_groups is None) or len(line) > MAX_GREETING:
+                logger.warning(OTHER_PAGES, *self.peer, line[:MAX_GREETING])
                 self.transport.abort()
-            if not newline:
+            if num_groups is None:
                 return
             self._accepted, self._data = True, rest
+            self._greeted(num_groups)
         whole = len(self._data) // PROGRESS.size * PROGRESS.size
         if self._accepted and whole and not self.transport.is_closing():
             count, state = PROGRESS.unpack(self._data[whole - PROGRESS.size : whole])

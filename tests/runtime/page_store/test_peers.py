@@ -152,7 +152,7 @@ async def test_pages_of_a_prompt_are_announced_once_they_are_offered(is_local: b
     """A reader is woken by the announcement, not by the beat, and learns of the prompt's end with the last pages."""
     prompt, keys, (number, pages) = b"p" * 32, [bytes([each]) * 32 for each in range(4)], offered()
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]], "in_process": is_local})
-    watch = await store.watch(prompt, keys)
+    watch = store.watch(prompt, keys)
     try:
         assert await reached(watch, 0, PromptState.UNKNOWN)
         pages.note_prompts([prompt, prompt], [])
@@ -161,13 +161,13 @@ async def test_pages_of_a_prompt_are_announced_once_they_are_offered(is_local: b
         pages.note_prompts([], [])
         assert await reached(watch, 2, PromptState.PENDING)
         pages.note_prompts([], [prompt])
-        later = await store.watch(prompt, keys[1:])
+        later = store.watch(prompt, keys[1:])
         assert await reached(later, 1, PromptState.PENDING), "a second request has the same prompt"
         pages.note_prompts([], [prompt])
         assert await reached(watch, 2, PromptState.ENDED)
         assert await reached(later, 1, PromptState.ENDED)
         later.close()
-        again = await store.watch(prompt, keys[3:])
+        again = store.watch(prompt, keys[3:])
         assert await reached(again, 1, PromptState.ENDED)
         again.close()
     finally:
@@ -191,7 +191,7 @@ async def test_a_watch_ends_with_its_prefill_server(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(prompt_watch, "BEAT_S", 600.0)
     prompt, (number, pages), (other, others) = b"p" * 32, offered(), offered()
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", port] for port in (number, other)]})
-    watch = await store.watch(prompt, [KEY])
+    watch = store.watch(prompt, [KEY])
     pages.note_prompts([prompt], [])
     try:
         assert await reached(watch, 0, PromptState.PENDING)
@@ -199,8 +199,8 @@ async def test_a_watch_ends_with_its_prefill_server(monkeypatch: pytest.MonkeyPa
         assert await reached(watch, 0, PromptState.UNKNOWN), "the other server may still get the prompt"
         others.close()
         assert await reached(watch, 0, PromptState.ENDED)
-        late = await store.watch(prompt, [KEY])
-        assert late.progress == (0, PromptState.ENDED), "no server can be reached"
+        late = store.watch(prompt, [KEY])
+        assert await reached(late, 0, PromptState.ENDED), "no server can be reached"
         late.close()
     finally:
         watch.close()
@@ -212,19 +212,65 @@ async def test_a_silent_prefill_server_is_given_up(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(prompt_watch, "TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         store = PeerPages(SPACE, {"peers": [["127.0.0.1", silent.getsockname()[1]]]})
-        store._greeted.update(store._peers)
-        watch = await store.watch(b"p" * 32, [KEY])
+        watch = store.watch(b"p" * 32, [KEY])
         assert watch.progress == (0, PromptState.UNKNOWN)
         assert await reached(watch, 0, PromptState.ENDED)
         watch.close()
         store.close()
 
 
+async def test_a_watch_waits_for_no_server_and_finds_all_attention_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One server never answers. The other one reports its second group in the answer to the watch."""
+    prompt = b"p" * 32
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    spaces = [SPACE._replace(group=group, num_groups=2) for group in range(2)]
+    groups = [OfferedPages(space, {"host": "127.0.0.1", "port": number}) for space in spaces]
+    groups[1].note_prompts([prompt], [])
+    monkeypatch.delattr(socket, "create_connection")  # blocks its caller
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = PeerPages(SPACE, {"peers": [["127.0.0.1", port] for port in (silent.getsockname()[1], number)]})
+        for _ in range(2):
+            watch = store.watch(prompt, [KEY])
+            assert await reached(watch, 0, PromptState.PENDING)
+            watch.close()
+    store.close()
+    for pages in groups:
+        pages.close()
+
+
+async def test_the_keys_that_a_host_watches_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offered_pages, "MAX_HOST_KEYS", 5)
+    monkeypatch.setattr(offered_pages, "BEAT_S", 0.01)
+    (number, pages), keys = offered(), [bytes([each]) * 32 for each in range(2)]
+    pages.note_prompts([b"p" * 32], [])
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]]})
+    try:
+        first = store.watch(b"p" * 32, keys)
+        assert await reached(first, 0, PromptState.PENDING)
+        second = store.watch(b"p" * 32, keys)
+        assert await reached(second, 0, PromptState.ENDED), "it has three more keys"
+        first.close()
+        server = pages._server
+        assert server is not None
+        async with asyncio.timeout(60):
+            while server.num_keys:
+                await asyncio.sleep(0.01)
+        third = store.watch(b"p" * 32, keys)
+        assert await reached(third, 0, PromptState.PENDING)
+        for watch in (second, third):
+            watch.close()
+    finally:
+        store.close()
+        pages.close()
+
+
 async def test_a_decode_server_that_leaves_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offered_pages, "BEAT_S", 0.01)
     number, pages = offered()
     store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]]})
-    watch = await store.watch(b"p" * 32, [KEY])
+    watch = store.watch(b"p" * 32, [KEY])
     assert await reached(watch, 0, PromptState.UNKNOWN)
     pages.note_prompts([b"p" * 32], [])
     assert await reached(watch, 0, PromptState.PENDING)
