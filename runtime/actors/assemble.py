@@ -27,6 +27,7 @@ from runtime.loading.draft_facts import read_draft_facts
 from runtime.loading.facts import check_serves, read_facts
 from runtime.media.preparation import MediaPreparer
 from runtime.media.transcription import Transcriber
+from runtime.page_store.offered_pages import LocalPages
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.core")
@@ -107,6 +108,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     # Traces are created before the replicas, so that a wrong endpoint or a missing package is reported immediately.
     traces = RequestTraces(endpoint) if endpoint is not None else None
     replicas: list[Replica] = []
+    local_pages: LocalPages = {}
     whisper = plan.media.transcription_model
     try:
         media = await _load_media(plan, facts)
@@ -115,7 +117,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         transcriber = await anyio.to_thread.run_sync(Transcriber.load, whisper, plan) if whisper else None
         async with anyio.create_task_group() as loading:
             loading.start_soon(load_tokenizer)
-            replicas += await start_replicas(plan, facts, range(plan.parallel.dp_size))
+            replicas += await start_replicas(plan, facts, range(plan.parallel.dp_size), local_pages)
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             for replica in replicas:
@@ -128,7 +130,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
 
     # `core.plan` names the weights that are served now; after a weight update they differ from the weights in `given`.
     async def restart(index: int) -> Replica:
-        return await start_replica(replace(given, model=core.plan.model), core.facts, index)
+        return await start_replica(replace(given, model=core.plan.model), core.facts, index, local_pages)
 
     plan = replicas[0].plan
     if not plan.media.enabled:  # media were turned off after loading, because the language model refuses them

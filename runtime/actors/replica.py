@@ -50,6 +50,7 @@ from runtime.kv_cache.sizing import (
 )
 from runtime.kv_cache.storage_tier import StorageTier
 from runtime.loading.draft_facts import read_draft_facts
+from runtime.page_store.offered_pages import LocalPages
 from runtime.replay.recorder import RecordedScheduler, RecordWriter
 from runtime.scheduler.scheduler import Scheduler
 
@@ -90,8 +91,10 @@ class Replica:
                 await anyio.to_thread.run_sync(self.kv_events.close)
 
 
-async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
-    """Start the replicas with these indices.
+async def start_replicas(
+    plan: Plan, facts: ModelFacts, indices: Iterable[int], local_pages: LocalPages | None = None
+) -> list[Replica]:
+    """Start the replicas with these indices. Replicas of an engine share `local_pages`.
 
     Their weights are loaded concurrently. Their KV pools are sized and allocated one after another, because replicas on
     one machine share its memory. Raises `ConfigurationError` if an option does not fit the checkpoint, `WorkerFailed`
@@ -100,7 +103,7 @@ async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) 
     """
     if plan.parallel.dp_attention:
         indices = [0]  # with data-parallel attention, one loader starts the ranks of all replicas
-    loaders = [_ReplicaLoader(plan, facts, index) for index in indices]
+    loaders = [_ReplicaLoader(plan, facts, index, {} if local_pages is None else local_pages) for index in indices]
     try:
         async with anyio.create_task_group() as loading:
             for loader in loaders:
@@ -128,19 +131,20 @@ def _with_refusal(plan: Plan, refusal: str) -> Plan:
     return replace(plan, media=replace(plan.media, enabled=False, refusal=refusal.rstrip(".")))
 
 
-async def start_replica(plan: Plan, facts: ModelFacts, index: int) -> Replica:
+async def start_replica(plan: Plan, facts: ModelFacts, index: int, local_pages: LocalPages | None = None) -> Replica:
     """Start the replica with this index. Raises the same errors as `start_replicas`."""
-    [replica] = await start_replicas(plan, facts, [index])
+    [replica] = await start_replicas(plan, facts, [index], local_pages)
     return replica
 
 
 class _ReplicaLoader:
     """Starts one replica: first `load`, then `finish`. `close` may be called at any time and releases everything."""
 
-    def __init__(self, plan: Plan, facts: ModelFacts, index: int) -> None:
+    def __init__(self, plan: Plan, facts: ModelFacts, index: int, local_pages: LocalPages) -> None:
         self._plan = plan_of_replica(plan, index)
         self._facts = facts
         self._index = index
+        self._local_pages = local_pages
         self._group = WorkerGroup()
         self._worker: ModelWorker | None = None
         self._runner: Runner | None = None
@@ -218,6 +222,8 @@ class _ReplicaLoader:
         _log_memory(plan, worker.weight_bytes, memory[0], after, kv_bytes, reason, steps)
         restore_s = await anyio.to_thread.run_sync(worker.restore_s) if num_tier_pages else None
         executor = await self._lead(worker)
+        if executor.rank.pages is not None:
+            executor.rank.pages.local_pages = self._local_pages
         common = worker.common_leader
         runner = ModelRunner(executor, kernels_description=worker.kernels_description, common=common)
         self._runner = runner
@@ -287,7 +293,7 @@ class _ReplicaLoader:
         storage = None
         if scheduler.storage is not None:
             layout = _layout(plan, worker)
-            storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, runner)
+            storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, runner, self._local_pages)
         balancer = None
         # Attention groups share one set of experts, so only the first group balances them.
         if plan.experts.balance and group == 0 and self._runner is not None:

@@ -27,6 +27,7 @@ from runtime.config.plan import Plan
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, NotSupported, PenstockError
 from runtime.kv_cache.storage_tier import StorageTier, Wanted
 from runtime.loading.digest import model_digest
+from runtime.page_store.offered_pages import LocalPages
 from runtime.page_store.opening import open_store
 from runtime.page_store.prompt_watch import PromptWatch
 from runtime.page_store.protocol import PageStore, StoreSpace, check_config
@@ -71,11 +72,19 @@ class Storage:
     """The storage of one replica. Belongs to its scheduler actor, which calls `run` and `notify`."""
 
     def __init__(
-        self, plan: Plan, path: str, layout: str, tier: StorageTier, scheduler: Scheduler, runner: Runner
+        self,
+        plan: Plan,
+        path: str,
+        layout: str,
+        tier: StorageTier,
+        scheduler: Scheduler,
+        runner: Runner,
+        local_pages: LocalPages | None = None,
     ) -> None:
         """Create the storage of a replica.
 
-        `path` is the checkpoint's path, and `layout` identifies the page layout of all ranks.
+        `path` is the checkpoint's path, and `layout` identifies the page layout of all ranks. `local_pages` are those
+        that prefill replicas of the engine offer in this process.
         """
         self.attachment: Attachment | None = None
         # Called when waiting sequences may be admitted because their pages have arrived.
@@ -86,6 +95,7 @@ class Storage:
         self._tier = tier
         self._scheduler = scheduler
         self._runner = runner
+        self._local_pages = local_pages
         self._store: PageStore | None = None  # rank 0's store, used for lookups
         # Changes in the prompts of a prefill server, to be told to decode servers. None with other stores.
         self._prompts = PromptNotes(tier, scheduler, plan.cache.page_size) if plan.cache.storage == "prefill" else None
@@ -163,8 +173,11 @@ class Storage:
             name = await anyio.to_thread.run_sync(self._space_name)
             parallel, same = self._plan.parallel, self._plan.cache.same_pages
             space = StoreSpace(name, 0, 1 if same else parallel.attention_ranks * parallel.pp_size, 0)
-            self._store = await anyio.to_thread.run_sync(open_store, attachment.backend, space, dict(attachment.config))
-            payload = {"backend": attachment.backend, "name": name, "config": dict(attachment.config), "same": same}
+            config = dict(attachment.config)
+            self._store = await anyio.to_thread.run_sync(
+                open_store, attachment.backend, space, config, self._local_pages
+            )
+            payload = {"backend": attachment.backend, "name": name, "config": config, "same": same}
             await asyncio.shield(self._runner.call("attach_storage", payload))
             self._tier.attach()
             self.attachment = attachment

@@ -16,8 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from typing import Any, TypeAlias
 
 from runtime.errors import ConfigurationError
 from runtime.page_store.protocol import StoreSpace
@@ -59,15 +58,17 @@ class Watch:
     count: int = 0  # number of leading keys that had a page when the reader last looked
 
 
+# The open stores of an engine in its own process, by address. Its decode replicas read them without connections.
+LocalPages: TypeAlias = "dict[tuple[str, int], OfferedPages]"
+
+
 class OfferedPages:
     """The pages that one rank of a prefill server offers. If memory is short, the oldest are dropped. A `PageStore`."""
 
-    # The open stores of this process, by address. Decode replicas read them without connections.
-    in_process: ClassVar[WeakValueDictionary[tuple[str, int], OfferedPages]] = WeakValueDictionary()
-
-    def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
+    def __init__(self, space: StoreSpace, config: Mapping[str, Any], local: LocalPages | None = None) -> None:
         """Start to listen at the rank's port. If `space.page_bytes` is 0 (a store only for lookups), do not listen.
 
+        `local` are the open stores of the engine in this process, to which this one is added until it is closed.
         Raises `ConfigurationError` if the address cannot be used.
         """
         self._pages: OrderedDict[bytes, bytes] = OrderedDict()
@@ -79,6 +80,7 @@ class OfferedPages:
         self._closed = False
         self._lock = threading.Lock()
         self._server: _Server | None = None
+        self._local = {} if local is None else local
         self.greeting = greeting(space)  # a decode server must send this line first
         self.num_groups = space.num_groups
         if space.page_bytes:
@@ -91,7 +93,7 @@ class OfferedPages:
                     f"--disaggregation-bootstrap-port: {address[0]}:{address[1]} cannot be used: {error.strerror}."
                 ) from error
             self._address = address
-            self.in_process[address] = self
+            self._local[address] = self
             threading.Thread(target=self._server.serve_forever, name="penstock-offer", daemon=True).start()
 
     def exists(self, keys: Sequence[bytes]) -> int:
@@ -185,7 +187,7 @@ class OfferedPages:
 
     def close(self) -> None:
         if self._server is not None:
-            self.in_process.pop(self._address, None)
+            self._local.pop(self._address, None)
             self._server.shutdown()
             self._server.server_close()
             self._server.close_connections()

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.errors import ConfigurationError
 from runtime.page_store.files import FileStore
-from runtime.page_store.offered_pages import OfferedPages
+from runtime.page_store.offered_pages import LocalPages, OfferedPages
 from runtime.page_store.peer_pages import PeerPages
 from runtime.page_store.protocol import PageStore, StoreSpace
 
@@ -26,14 +26,17 @@ METHODS = {
 OPTIONAL = ("get_many",)
 
 
-def open_store(backend: str, space: StoreSpace, config: dict[str, Any]) -> PageStore:
-    """Open the page store of this backend. Raises `ConfigurationError` if it cannot be used."""
+def open_store(backend: str, space: StoreSpace, config: dict[str, Any], local: LocalPages | None = None) -> PageStore:
+    """Open the page store of this backend. Raises `ConfigurationError` if it cannot be used.
+
+    `local` are the pages that prefill replicas of the engine offer in this process.
+    """
     if backend == "file":
         return FileStore(space, config)
     if backend == "prefill":
-        return OfferedPages(space, config)
+        return OfferedPages(space, config, local)
     if backend == "decode":
-        return PeerPages(space, config)
+        return PeerPages(space, config, local)
     try:
         make = getattr(import_module(config["module_path"]), config["class_name"])
         store = make(space, config)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from runtime.page_store.offered_pages import OfferedPages
+from runtime.page_store.offered_pages import LocalPages, OfferedPages
 from runtime.page_store.prompt_watch import OTHER_PAGES, TIMEOUT_S, PromptConnection, PromptWatch
 from runtime.page_store.protocol import StoreSpace
 from runtime.page_store.transfer_protocol import (
@@ -40,7 +40,8 @@ BUFFERS_AT_ONCE = 128  # maximum number of buffers that one system call fills
 class PeerPages:
     """The pages of all prefill servers, for one rank of a decode server. A read-only `PageStore`."""
 
-    def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
+    def __init__(self, space: StoreSpace, config: Mapping[str, Any], local: LocalPages | None = None) -> None:
+        """Create the store. The pages of peers in `local`, replicas in this process, are read without a connection."""
         self._space = space
         # Addresses of the prefill ranks from which this rank fetches pages. At first, only ranks of first attention
         # groups are known. Ranks of further groups are added when a server reports its number of groups.
@@ -51,8 +52,7 @@ class PeerPages:
         self._open: dict[tuple[str, int], socket.socket] = {}
         self._silent: dict[tuple[str, int], float] = {}  # peer that did not answer -> time of the next attempt
         self._last: tuple[str, int] | None = None  # the prefill server that supplied the last page
-        # Whether a peer may be a replica in this process. The pages of such a peer are read without a connection.
-        self._in_process = bool(config.get("in_process"))
+        self._local_pages = {} if local is None else local
 
     def exists(self, keys: Sequence[bytes]) -> int:
         best = 0
@@ -129,7 +129,7 @@ class PeerPages:
 
     def _local(self, peer: tuple[str, int]) -> OfferedPages | None:
         """If the peer is a replica in this process, return its pages, which need no connection. Else return None."""
-        offered = OfferedPages.in_process.get(peer) if self._in_process else None
+        offered = self._local_pages.get(peer)
         return offered if offered is not None and offered.greeting == greeting(self._space) else None
 
     def _read_pages(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.mesh.rank_info import RankInfo
-from runtime.page_store.offered_pages import OfferedPages
+from runtime.page_store.offered_pages import LocalPages, OfferedPages
 from runtime.page_store.opening import open_store
 from runtime.page_store.protocol import CHECKSUM_BYTES, CheckedStore, StoreSpace
 from runtime.worker.device import Device, Event
@@ -40,6 +40,7 @@ class PageIO:
         self._device = device
         self._store: CheckedStore | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self.local_pages: LocalPages = {}  # those of prefill replicas in this process; set by their engine
         self._num_corrupt = 0  # number of corrupt pages in stores that were attached before
         self._has_logged = False  # whether an error of the attached store was logged
 
@@ -64,7 +65,7 @@ class PageIO:
             group, num_ranks = info.coordinate("dp").rank, info.tp_size * info.pp_size
             space = StoreSpace(name, info.cache_rank, num_ranks, num_bytes, group, info.dp_size)
         try:
-            store = open_store(backend, space, dict(config))
+            store = open_store(backend, space, dict(config), self.local_pages)
         except ConfigurationError as error:
             raise InvalidRequest(str(error)) from error
         self.detach()

@@ -157,8 +157,7 @@ def plan_of_replica(plan: Plan, index: int) -> Plan:
         )
         return replace(plan, cache=cache)
     peers = [[LOCAL_HOST, port] for port in ports]
-    config |= {"peers": peers, "in_process": True}
-    cache = replace(plan.cache, storage="decode", storage_config=config)
+    cache = replace(plan.cache, storage="decode", storage_config=config | {"peers": peers})
     return replace(plan, cache=cache, scheduler=replace(plan.scheduler, last_chunk_tokens=None))
 
 

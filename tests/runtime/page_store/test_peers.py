@@ -151,7 +151,8 @@ async def reached(watch: PromptWatch, count: int, state: PromptState) -> bool:
 async def test_pages_of_a_prompt_are_announced_once_they_are_offered(is_local: bool) -> None:
     """A reader is woken by the announcement, not by the beat, and learns of the prompt's end with the last pages."""
     prompt, keys, (number, pages) = b"p" * 32, [bytes([each]) * 32 for each in range(4)], offered()
-    store = PeerPages(SPACE, {"peers": [["127.0.0.1", number]], "in_process": is_local})
+    address = ("127.0.0.1", number)
+    store = PeerPages(SPACE, {"peers": [[*address]]}, {address: pages} if is_local else None)
     watch = store.watch(prompt, keys)
     try:
         assert await reached(watch, 0, PromptState.UNKNOWN)
