@@ -134,7 +134,7 @@ def _refused_by_name(folder: Path, model_type: str) -> Outcome | None:
     try:
         facts = read_facts(str(folder))
     except CheckpointError as error:
-        return Outcome(REFUSED, _reason(_short(error)))
+        return Outcome(REFUSED, _reason(error))
     has_encoder = any(part in facts.config for part in ENCODERS) or hasattr(CONFIG_MAPPING[model_type](), ENCODERS[0])
     return None if has_encoder else Outcome(REFUSED, "this model has no encoder for images")
 
@@ -151,7 +151,7 @@ async def _asked(path: str, model_type: str, processor: Any) -> Outcome:
             together = await asyncio.gather(*(_answer(engine, placeholder, numbers) for numbers in ASKED))
             again = [await _answer(engine, placeholder, numbers) for numbers in ASKED]
     except (CheckpointError, ConfigurationError, InvalidRequest) as error:
-        reason = _reason(_short(error))
+        reason = _reason(error)
         if MISFIT.search(reason):
             return Outcome(UNKNOWN, f"the tiny checkpoint does not fit its processor ({reason.partition(': ')[2]})")
         return Outcome(REFUSED, reason)
@@ -229,9 +229,9 @@ def _short(error: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _reason(text: str) -> str:
-    """Return a refusal without the parts for videos and audio, and without names of temporary folders."""
-    return text.split("Processor: videos")[0].rsplit("; ", 1)[0]
+def _reason(error: Any) -> str:
+    """Return the first sentence of a refusal, without its sentences about videos and audio."""
+    return _short(re.split(r";? \S+: (?:videos|audio)\b", str(error))[0])
 
 
 if __name__ == "__main__":

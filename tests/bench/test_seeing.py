@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from bench import seeing
 
 PAGE = Path(__file__).parents[2] / "docs" / "image-models.md"
 ANSWER = (
-    "deepseek_ocr2", "ernie4_5_vl_moe", "gemma4", "hyperclovax_vision_v2", "lfm3_vl",
+    "deepseek_ocr2", "dots3_note", "ernie4_5_vl_moe", "gemma4", "hyperclovax_vision_v2", "lfm3_vl",
     "lighton_ocr", "ovis2", "paddleocr_vl", "qwen4_exp", "video_llama_3",
 )  # fmt: skip
 NEED_TORCHVISION = ("kimi_k25", "minicpmv4_6", "minicpmv4_7", "phi4_multimodal")
@@ -60,6 +61,12 @@ async def test_other_architectures_are_refused_with_the_reason(model_type: str) 
     found = await seeing.outcome(model_type)
     assert found.result == seeing.REFUSED
     assert REFUSED[model_type] in found.details
+
+
+def test_reasons_are_whole_sentences() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    reasons = [row.split(" | ")[2].removesuffix(" |") for row in page.splitlines() if " | refused | " in row]
+    assert [reason for reason in reasons if re.search(r"(\.\.\.|;|\. \w+)$", reason)] == []
 
 
 def test_every_architecture_is_on_the_page() -> None:

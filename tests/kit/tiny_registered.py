@@ -67,6 +67,7 @@ ALIKE = {
 }  # fmt: skip
 _WHOLE = {"longest_edge": 512}
 IMAGES: dict[str, Mapping[str, Any]] = {  # options of image processors
+    "dots3_note": {"temporal_patch_size": 1},
     "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
     "gemma3n": {"size": {"height": 128, "width": 128}},
     "paligemma": {"image_seq_length": 196},
@@ -129,12 +130,7 @@ CONFIG: dict[str, Mapping[str, Any]] = {  # fields of configurations
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
     "granite4_vision": _CLIP,
     "dots3_note": {
-        "vision_config": {
-            "num_hidden_layers": 42,
-            "num_local_experts": 4,
-            "adapter_in_dim": 64,
-            "adapter_out_dim": 64,
-        },
+        "vision_config": {"pyramid_num_routed": [-1, 4], "adapter_in_dim": 64, "adapter_out_dim": 64},
         "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
     },
     "hy_v4_vl": {"text_config": {"rope_parameters": {**_SECTIONS, "mrope_section": [2, 1, 1]}}},

@@ -131,10 +131,11 @@ NOT_SERVED = {
     "xlm": "tokens attend to later tokens",
     "xlnet": "tokens attend to later tokens",
 }
+ONLY_SEEING = "only a checkpoint that sees is tried ([images](image-models.md))"
 NOT_TRIED = {  # models for which no small checkpoint can be made
     "inkling2_loop_text": "a small model of its shape cannot be made; not tried",
+    "dots3_note": ONLY_SEEING,
     "blt": "further models group its bytes into patches; not tried",
-    "dots3_note": "its configuration holds several models; not tried",
     **dict.fromkeys(
         ("emu3", "mllama"),
         "served as a multimodal model; a text-only checkpoint is not tried, because transformers cannot load one that "
@@ -145,9 +146,7 @@ NOT_TRIED = {  # models for which no small checkpoint can be made
     **dict.fromkeys(("musicgen", "musicgen_melody"), "it generates audio; not tried"),
 }
 SEEING_NOT_SERVED = {
-    **dict.fromkeys(
-        ("fast_vlm", "hy_v4_vl", "inkling2_loop"), "only a checkpoint that sees is tried ([images](image-models.md))"
-    ),
+    **dict.fromkeys(("dots3_note", "fast_vlm", "hy_v4_vl", "inkling2_loop"), ONLY_SEEING),
     "apertus1p5": "a small model of its shape cannot be made; not tried",
     **dict.fromkeys(("blip", "idefics", "kosmos-2"), "it generates nothing without an image"),
     **dict.fromkeys(
@@ -156,7 +155,6 @@ SEEING_NOT_SERVED = {
     ),
     "perception_lm": "its vision tower needs another library; not tried",
     "diffusion_gemma": "it generates blocks of tokens by diffusion",
-    "dots3_note": "its configuration holds several models; not tried",
     "evolla": "its input is proteins; not tried",
     "glm5_next": "even a small model of its shape is too slow to test; not tried",
     "kosmos-2.5": "it returns no hidden states",
