@@ -100,7 +100,7 @@ class Storage:
         # Changes in the prompts of a prefill server, to be told to decode servers. None with other stores.
         self._prompts = PromptNotes(tier, scheduler, plan.cache.page_size) if plan.cache.storage == "prefill" else None
         self._prompt_work = asyncio.Event()
-        self._has_saved = False  # whether some saved pages have not been announced to decode servers
+        self._stored: list[bytes] = []  # keys of pages that all ranks have saved since decode servers were last told
         self._watches: set[PromptWatch] = set()  # prompts on prefill servers, one for each lookup that waits
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
@@ -338,9 +338,10 @@ class Storage:
             await self._prompt_work.wait()
             self._prompt_work.clear()
             begun, ended = prompts.take()
-            if begun or ended or self._has_saved:
-                self._has_saved = False
-                payload = {"begun": [key.hex() for key in begun], "ended": [key.hex() for key in ended]}
+            stored, self._stored = self._stored, []
+            if begun or ended or stored:
+                keys = {"begun": begun, "ended": ended, "stored": stored}
+                payload = {name: [key.hex() for key in part] for name, part in keys.items()}
                 try:
                     await asyncio.shield(self._runner.call("note_prompts", payload))
                 except (InvalidRequest, EngineClosed) as error:
@@ -400,7 +401,8 @@ class Storage:
             num_failed = max(answer["failed"] for answer in answers)
         finally:
             self._tier.end_save(save, num_failed)
-            self._has_saved = True
+            if self._prompts is not None and not num_failed:
+                self._stored += save.entries
             self._prompt_work.set()
         return max(answer["us"] for answer in answers) / 1e6
 

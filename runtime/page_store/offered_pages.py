@@ -74,6 +74,7 @@ class OfferedPages:
         self._pages: OrderedDict[bytes, bytes] = OrderedDict()
         self._max_bytes = int(float(config.get("max_gb", DEFAULT_GB)) * 10**9)
         self._num_bytes = 0
+        self._announced: set[bytes] = set()  # keys of the pages that all ranks have
         self._pending: Counter[bytes] = Counter()  # last key of a prompt -> number of requests with this prompt
         self._ended: OrderedDict[bytes, float] = OrderedDict()  # last key of a prompt -> time at which it ended
         self._watches: set[Watch] = set()
@@ -100,11 +101,11 @@ class OfferedPages:
         with self._lock:
             return next((number for number, key in enumerate(keys) if key not in self._pages), len(keys))
 
-    def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes]) -> None:
+    def note_prompts(self, begun: Iterable[bytes], ended: Iterable[bytes], stored: Iterable[bytes] = ()) -> None:
         """Record which prompts have arrived, and which have ended so that no more of their pages will come.
 
         A prompt is named by the key of its last full page. If several requests have the same prompt, its key occurs
-        once for each of them. Also wakes the readers of pages that were stored since the last call.
+        once for each of them. `stored` are the keys of pages that all ranks have stored, which readers may now fetch.
         """
         begun, ended = [*begun], [*ended]
         named = {*begun, *ended}
@@ -118,11 +119,8 @@ class OfferedPages:
                 self._ended.move_to_end(key)
             while len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
-            changed = [
-                watch
-                for watch in self._watches
-                if watch.prompt in named or (watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages)
-            ]
+            self._announced.update(key for key in stored if key in self._pages)
+            changed = [watch for watch in self._watches if watch.prompt in named or self._has_next(watch)]
         for watch in changed:
             watch.wake()
 
@@ -139,12 +137,15 @@ class OfferedPages:
                 self._watches.discard(watch)
 
     def progress(self, watch: Watch) -> tuple[int, PromptState]:
-        """Return how many of the leading keys of a watch have a page, and the state of its prompt."""
+        """Return how many of the leading keys of a watch have a page on all ranks, and the state of its prompt."""
         state = self.prompt_state(watch.prompt)  # read first, so that no page of an ended prompt is missed
         with self._lock:  # `note_prompts` reads the count
-            while watch.count < len(watch.keys) and watch.keys[watch.count] in self._pages:
+            while self._has_next(watch):
                 watch.count += 1
             return watch.count, state
+
+    def _has_next(self, watch: Watch) -> bool:
+        return watch.count < len(watch.keys) and watch.keys[watch.count] in self._announced
 
     def prompt_state(self, key: bytes) -> PromptState:
         """Return the state of a prompt. If it has ended, no more of its pages will come."""
@@ -173,16 +174,21 @@ class OfferedPages:
             self._num_bytes += len(page) - len(self._pages.pop(key, b""))
             self._pages[key] = page
             while self._num_bytes > self._max_bytes:
-                self._num_bytes -= len(self._pages.popitem(last=False)[1])
+                self._drop(next(iter(self._pages)))
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
-                self._num_bytes -= len(self._pages.pop(key, b""))
+                self._drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        self._num_bytes -= len(self._pages.pop(key, b""))
+        self._announced.discard(key)
 
     def clear(self) -> None:
         with self._lock:
             self._pages.clear()
+            self._announced.clear()
             self._num_bytes = 0
 
     def close(self) -> None:

@@ -112,10 +112,10 @@ class PageIO:
         store, threads, _ = self._begin()
         return threads.submit(store.store.clear)
 
-    def note_prompts(self, begun: Sequence[bytes], ended: Sequence[bytes]) -> None:
-        """Tell the store of a prefill server which prompts have begun and ended. Does nothing with other stores."""
+    def note_prompts(self, begun: Sequence[bytes], ended: Sequence[bytes], stored: Sequence[bytes]) -> None:
+        """Call `OfferedPages.note_prompts` of a prefill server's store. Does nothing with other stores."""
         if self._store is not None and isinstance(self._store.store, OfferedPages):
-            self._store.store.note_prompts(begun, ended)
+            self._store.store.note_prompts(begun, ended, stored)
 
     def _begin(self) -> tuple[CheckedStore, ThreadPoolExecutor, Event]:
         if self._store is None or self._threads is None:

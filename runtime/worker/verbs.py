@@ -122,8 +122,8 @@ def clear_storage(rank: RankState, payload: Mapping[str, Any]) -> Future[None]:
 
 
 def note_prompts(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Tell the store of a prefill server which prompts have begun and ended (see `OfferedPages.note_prompts`)."""
-    _pages(rank).note_prompts(_keys(payload, "begun"), _keys(payload, "ended"))
+    """Tell the store of a prefill server about its prompts and pages (see `OfferedPages.note_prompts`)."""
+    _pages(rank).note_prompts(*(_keys(payload, name) for name in ("begun", "ended", "stored")))
 
 
 def _keys(payload: Mapping[str, Any], name: str = "keys") -> list[bytes]:

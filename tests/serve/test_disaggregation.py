@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -588,9 +589,10 @@ async def test_a_killed_prefill_replica_costs_time_alone() -> None:
             await asyncio.sleep(0.05)
         assert engine.core.schedulers[1] is decode
         await attached(engine)
-        again = ["Once more: " + prompt for prompt in PROMPTS]
-        answers = await outputs(url, again)
-        assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
+        for number in count():  # a busy machine may stall the new process for so long that prompts are not awaited
+            answers = await outputs(url, [f"{number} more: " + prompt for prompt in PROMPTS])
+            if all(answer["meta_info"]["cached_tokens"] for answer in answers):
+                break
         engine.core.check()
 
 

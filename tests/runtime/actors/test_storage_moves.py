@@ -58,7 +58,7 @@ class Prefilling:
     def __init__(self, *answers: tuple[int, PromptState]) -> None:
         self.answers, self.num_waits, self.is_scheduled, self.is_closed = [*answers], 0, True, False
 
-    async def watch(self, prompt: bytes, keys: list[bytes]) -> Prefilling:
+    def watch(self, prompt: bytes, keys: list[bytes]) -> Prefilling:
         return self
 
     @property
@@ -191,7 +191,7 @@ async def test_a_prompt_ends_if_the_host_tier_drops_its_pages_before_they_are_sa
     assert len(begun["begun"]) == 1
     assert begun["ended"] == []
     storage._save_work.set()
-    assert (await asyncio.wait_for(told.get(), 30)) == {"begun": [], "ended": begun["begun"]}
+    assert (await asyncio.wait_for(told.get(), 30)) == {"begun": [], "ended": begun["begun"], "stored": []}
     for task in tasks:
         task.cancel()
 

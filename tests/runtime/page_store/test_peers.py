@@ -157,9 +157,13 @@ async def test_pages_of_a_prompt_are_announced_once_they_are_offered(is_local: b
     try:
         assert await reached(watch, 0, PromptState.UNKNOWN)
         pages.note_prompts([prompt, prompt], [])
-        for key in (keys[0], keys[1], keys[3]):
+        stored = (keys[0], keys[1], keys[3])
+        for key in stored:
             pages.set(key, [b"12345678"])
-        pages.note_prompts([], [])
+        pages.note_prompts([b"q" * 32], [])
+        with pages.watching(prompt, keys, lambda: None) as another:
+            assert pages.progress(another) == (0, PromptState.PENDING), "other ranks may not have these pages yet"
+        pages.note_prompts([], [], stored)
         assert await reached(watch, 2, PromptState.PENDING)
         pages.note_prompts([], [prompt])
         later = store.watch(prompt, keys[1:])
