@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from runtime.constraint import DraftData, HostData
 from runtime.read_only import read_only
 from runtime.request import LogprobParams, Logprobs
+from runtime.speculative.model_drafts import DRAFT
 
 if TYPE_CHECKING:
     from runtime.sequence import Sequence
@@ -255,6 +256,7 @@ class StepShare(NamedTuple):
     sampled: int = 0
     embedded: int = 0  # number of rows that compute an embedding
     scored: int = 0  # number of prompt positions whose log-probabilities are computed
+    drafted: int = 0  # number of ids that the group's draft model or head proposes
 
     @classmethod
     def of(cls, batch: Batch | None) -> StepShare:
@@ -266,6 +268,7 @@ class StepShare(NamedTuple):
             0 if batch.sampling is None else len(batch.sampling.positions),
             0 if batch.embedding_rows is None else len(batch.embedding_rows),
             sum(len(each.targets) for each in batch.prompt_logprobs),
+            0 if batch.drafts is None else int(np.count_nonzero(batch.token_ids == DRAFT)),
         )
 
 

@@ -7,17 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.batch import (
     AdapterPlacement,
     Batch,
     Branches,
     Drafts,
+    Draws,
     Ints,
     MediaSpan,
     PageCopy,
@@ -31,6 +35,8 @@ from runtime.distributed.verb_call import REFUSALS, VerbCall, encode_call, take_
 from runtime.distributed.worker_group import WorkerGroup
 from runtime.errors import EngineClosed, WorkerFailed
 from runtime.request import LogprobParams
+from runtime.sampling_params import ROW_ARRAYS
+from runtime.speculative.model_drafts import DRAFT
 
 if TYPE_CHECKING:
     from runtime.mesh.mesh import Mesh
@@ -50,6 +56,7 @@ _ARRAYS = (
     "position_offsets",
     "mutual_spans",
 )
+NO_ARRAYS: Mapping[str, Ints] = MappingProxyType({})
 _NO_LOGPROBS = LogprobParams()
 _NO_FLOATS = np.zeros(0, np.float32)
 _NO_FLAGS = np.zeros(0, np.bool_)
@@ -209,26 +216,68 @@ class GroupRunner:
 
 def encode_share(batch: Batch | None, shares: Sequence[StepShare]) -> bytes:
     """Encode the batch of one attention group (or None), and the shares of all groups, for a common step."""
-    return (
-        encode({"shares": [[*share] for share in shares]})
-        if batch is None
-        else encode_batch(batch, shares=[[*share] for share in shares])
-    )
+    counts = [[*share] for share in shares]
+    if batch is None:
+        return encode({"shares": counts})
+    return encode_batch(batch, _draft_sampling(batch), shares=counts, read_by_drafter=batch.read_by_drafter)
 
 
 def decode_share(frame: Frame) -> tuple[Batch | None, list[StepShare]]:
     """Decode the batch of one attention group (or None), and the shares of all groups."""
     shares = [StepShare(*share) for share in frame.body["shares"]]
-    return (decode_batch(frame) if "batch" in frame.body else None), shares
+    if "batch" not in frame.body:
+        return None, shares
+    batch = replace(decode_batch(frame), read_by_drafter=frame.body["read_by_drafter"])
+    return _with_draft_sampling(batch, frame.arrays), shares
 
 
-def encode_batch(batch: Batch, **more: Any) -> bytes:
-    """Encode a batch for other ranks, with `more` JSON values.
+def _draft_sampling(batch: Batch) -> dict[str, NDArray[Any]]:
+    """Return the arrays with which a group's drafter samples as the target does; {} if it proposes nothing.
+
+    The arrays have the bits of their values as int32.
+    """
+    sampling = batch.sampling
+    if sampling is None or batch.drafts is None or DRAFT not in batch.token_ids:
+        return {}
+    found: dict[str, NDArray[Any]] = {
+        "draft.greedy": sampling.greedy.astype(np.int32),
+        "draft.uniform": sampling.uniform,
+    }
+    found |= {f"draft.param.{name}": values for name, values in sampling.params.items()}
+    if sampling.draws is not None:
+        found |= {f"draft.{name}": values for name, values in sampling.draws._asdict().items()}
+    return {name: np.ascontiguousarray(values).view(np.int32) for name, values in found.items()}
+
+
+def _with_draft_sampling(batch: Batch, arrays: Mapping[str, Ints]) -> Batch:
+    """Return a decoded batch with the arrays of `_draft_sampling`, if there are any."""
+    if batch.sampling is None or "draft.greedy" not in arrays:
+        return batch
+    draws = None
+    if "draft.seeds" in arrays:
+        draws = Draws(arrays["draft.seeds"].view(np.uint64), arrays["draft.output_positions"].view(np.int64))
+    prefix = "draft.param."
+    sampling = replace(
+        batch.sampling,
+        greedy=arrays["draft.greedy"].astype(np.bool_),
+        uniform=arrays["draft.uniform"].view(np.float32),
+        params={
+            name: values.view(ROW_ARRAYS[name].dtype)
+            for key, values in arrays.items()
+            if (name := key.removeprefix(prefix)) != key
+        },
+        draws=draws,
+    )
+    return replace(batch, sampling=sampling)
+
+
+def encode_batch(batch: Batch, more_arrays: Mapping[str, Ints] = NO_ARRAYS, **more: Any) -> bytes:
+    """Encode a batch for other ranks, with further int32 arrays and `more` JSON values.
 
     Sequences, statistics and sampling parameters are not sent.
     """
     prompt_logprobs = batch.prompt_logprobs
-    arrays = {name: array for name in _ARRAYS if (array := getattr(batch, name)) is not None}
+    arrays = dict(more_arrays) | {name: array for name in _ARRAYS if (array := getattr(batch, name)) is not None}
     arrays |= {f"row.{name}": values for name, values in batch.row_values.items()}
     for kind, values in batch.kinds.items():
         arrays |= {f"{kind}.{name}": array for name, array in values.items()}

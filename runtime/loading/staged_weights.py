@@ -227,6 +227,12 @@ class StagedWeights:
         return sorted({name for layer in layers if layer is not None for name in self._units.get(layer, ())})
 
     @property
+    def embedding_names(self) -> frozenset[str]:
+        """Names, in the model, of the tensors of the embedding."""
+        embedding = self._model.embedding
+        return frozenset() if embedding is None else frozenset(self._units.get(embedding, ()))
+
+    @property
     def reads_vocabulary(self) -> bool:
         """Whether `own_part` can return the tensors in `vocabulary_names`."""
         return all(layer is None or _can_recover(layer) for layer in (self._model.embedding, self._model.head))

@@ -95,7 +95,7 @@ class LoadedWeights:
         self._staged: StagedWeights | None = None
         self._snapshot: dict[str, str] | None = None
         self._vocabulary: WholeVocabulary | None = (
-            None  # rank 0's copy of the vocabulary layers, updated with the weights
+            None  # a draft head's copy of the vocabulary layers, updated with the weights
         )
         self._head: LoadedWeights | None = None  # a draft head in the model's checkpoint, updated with the weights
         self.unset: set[str] = set()  # tensors that lost their values in a release, and have not been loaded since

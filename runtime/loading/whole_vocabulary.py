@@ -1,4 +1,4 @@
-"""What a draft head on rank 0 has of the model's vocabulary layers, updated with the model's weights."""
+"""What a draft head has of the model's vocabulary layers, updated with the model's weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from runtime.mesh.axis import Axis
 class WholeVocabulary:
     """Joins the shards that the ranks of the first pipeline stage have of the embedding and the LM head.
 
-    Rank 0 has a copy of both, if there are several ranks, and the rows of a token map. The other ranks only take part
-    in `gather`.
+    The ranks with a draft head have a copy of both, if several ranks divide them, and the rows of a token map. The
+    other ranks only take part in `gather`.
     """
 
-    def __init__(self, ranks: Axis, copy: StagedWeights | None, rows: TokenRows | None = None) -> None:
-        self._ranks, self._copy, self._rows = ranks, copy, rows
+    def __init__(self, ranks: Axis, of_head: Axis, copy: StagedWeights | None, rows: TokenRows | None = None) -> None:
+        """Create this rank's part. `ranks` divide the embedding, and `of_head` an LM head that is not tied."""
+        self._ranks, self._of_head, self._copy, self._rows = ranks, of_head, copy, rows
 
     def gather(self, own: StagedWeights) -> None:
         """Make the copy and the rows equal to the current shards of all ranks. `own` belongs to this rank's model.
@@ -24,10 +25,13 @@ class WholeVocabulary:
         CheckpointError unless `own.reads_vocabulary`.
         """
         rows = self._rows
-        if self._ranks.size == 1:
+        if self._ranks.size == self._of_head.size == 1:
             whole = {} if rows is None else {rows.name: own.own_part(rows.name)}
         else:
-            whole = {name: self._ranks.all_reduce(own.own_part(name)) for name in own.vocabulary_names}
+            whole = {
+                name: (self._ranks if name in own.embedding_names else self._of_head).all_reduce(own.own_part(name))
+                for name in own.vocabulary_names
+            }
         if self._copy is not None:
             self._copy.replace(whole)
         if rows is not None:

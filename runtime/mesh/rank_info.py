@@ -84,6 +84,11 @@ class RankInfo:
         return self.stage == 0
 
     @property
+    def drafts(self) -> bool:
+        """Whether this rank has the draft model or head: the first rank of each attention group in the first stage."""
+        return self.is_first_stage and self.tp_rank == 0
+
+    @property
     def is_last_stage(self) -> bool:
         return self.stage == self.pp_size - 1
 

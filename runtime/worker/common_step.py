@@ -1,7 +1,8 @@
 """Common steps (data-parallel attention): ranks attend to different sequences, and compute the other layers together.
 
-Every rank belongs to one attention group, which has the sequences and the KV cache of one replica. Rank 0 samples for
-all groups, so that all ranks get the same tokens.
+Every rank belongs to one attention group, which has the sequences and the KV cache of one replica. The first rank of
+each group proposes draft tokens for the group's rows, if there is a draft model or head. Rank 0 samples for all groups,
+so that all ranks get the same tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +15,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch, StepOutput, StepShare
+from runtime.batch import Batch, Ints, StepOutput, StepShare
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
+from runtime.worker.cpu_graph import NO_POSITIONS
 from runtime.worker.device import Read
-from runtime.worker.drafts import Verified, accept_limits, with_exact_starts
+from runtime.worker.drafts import Verified, accept_limits, proposed_ids, with_exact_starts, with_proposed_ids
 from runtime.worker.logprobs import CHUNK, ScoredPrompts
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampled, Sampler
-from runtime.worker.step_inputs import SampleInputs, Staged, Staging, samples_on_host
+from runtime.worker.step_inputs import Staged, Staging, StepInputs, samples_on_host
 from runtime.worker.step_outputs import copy_out
+
+
+class _Own(NamedTuple):
+    """The batch of a rank's group in a common step."""
+
+    batch: Batch  # with draft tokens
+    proposed: Batch  # the draft model's batch
+
+
+class _Computed(NamedTuple):
+    """The result of the forward pass on one rank."""
+
+    inputs: StepInputs
+    hidden: Tensor  # [T, E]
+    needed: _Needed
 
 
 class _Needed(NamedTuple):
@@ -53,30 +70,48 @@ class CommonStep:
     def take_part(self, batch: Batch | None, shares: Sequence[StepShare]) -> None:
         """Compute this rank's part of a step. `batch` is the batch of the rank's group; None if it is idle."""
         with self._executor.enqueueing():
-            samples, needed = self.compute(batch, shares)
+            own, _ = self.propose(batch, shares)
+            computed, verified = self.compute(own, shares), None
+            needed = computed.needed
             self.logits(needed.sampled, [share.sampled for share in shares])
             num_sampled = sum(share.sampled for share in shares)
             ids = torch.empty(num_sampled, dtype=torch.int64, device=self._executor.device.torch_device)
             if num_sampled:
-                self.keep(samples, self.share_tokens(ids), shares)
+                verified = self.keep(own, computed, self.share_tokens(ids), shares)
             for group, share in enumerate(shares):
-                own = needed.scored if group == self._group else needed.scored[:0]
+                scored = needed.scored if group == self._group else needed.scored[:0]
                 for first in range(0, share.scored, CHUNK):
                     count = min(CHUNK, share.scored - first)
-                    self.logits(own[first : first + count], _only(group, count, len(shares)))
+                    self.logits(scored[first : first + count], _only(group, count, len(shares)))
             self.vectors(needed.embedded, [share.embedded for share in shares])
+            self.observe(own, computed, verified)
 
-    def compute(self, batch: Batch | None, shares: Sequence[StepShare]) -> tuple[SampleInputs | None, _Needed]:
-        """Compute the hidden states of the group's tokens.
+    def propose(self, batch: Batch | None, shares: Sequence[StepShare]) -> tuple[_Own | None, Sequence[Ints]]:
+        """Propose the draft tokens of this rank's group.
 
-        Return the tensors for sampling, and the hidden states that are needed for logits or embeddings.
+        Return the group's batch with them (None if the group is idle), and on rank 0 the proposed ids of each group.
+        All ranks must call this method at the same time.
         """
+        own = None if batch is None else _Own(*self._executor.propose(batch))
+        counts = [share.drafted for share in shares]
+        if not any(counts) or self._tp.rank:
+            return own, ()
+        ids = NO_POSITIONS if own is None or batch is None else proposed_ids(batch, own.batch)
+        parts = self._groups.gather(torch.from_numpy(ids), counts)
+        return own, () if parts is None else [part.numpy() for part in parts]
+
+    def compute(self, own: _Own | None, shares: Sequence[StepShare]) -> _Computed:
+        """Compute the hidden states of the group's tokens. `own` is the first result of `propose`."""
         tokens = tuple(share.tokens for share in shares)
-        inputs, hidden = self._executor.forward(self._idle if batch is None else batch, tokens)
-        needed = hidden[inputs.requested]
-        share = StepShare.of(batch)
-        parts = _Needed(*needed.split([share.sampled, share.embedded, share.scored]))
-        return (None if batch is None else inputs.samples), parts
+        inputs, hidden = self._executor.forward(self._idle if own is None else own.batch, tokens)
+        share = StepShare() if own is None else shares[self._group]
+        needed = _Needed(*hidden[inputs.requested].split([share.sampled, share.embedded, share.scored]))
+        return _Computed(inputs, hidden, needed)
+
+    def observe(self, own: _Own | None, computed: _Computed, verified: Verified | None) -> None:
+        """Give the group's draft model or head the results of the step (see `StepExecutor.observe`)."""
+        if own is not None:
+            self._executor.observe(own.batch, own.proposed, computed.inputs, computed.hidden, verified)
 
     def logits(self, states: Tensor, counts: Sequence[int]) -> Tensor | None:
         """Return the logits of all groups on rank 0, float32 [N, V].
@@ -112,16 +147,21 @@ class CommonStep:
         return self._stage.broadcast(ids)
 
     def keep(
-        self, samples: SampleInputs | None, ids: Tensor, shares: Sequence[StepShare], limits: np.ndarray | None = None
+        self,
+        own: _Own | None,
+        computed: _Computed,
+        ids: Tensor,
+        shares: Sequence[StepShare],
+        limits: np.ndarray | None = None,
     ) -> Verified | None:
         """Store the last tokens of this group's sequences (see `SampleInputs.keep`).
 
         `ids` [N] are the sampled ids of all groups.
         """
-        own = ids.split([share.sampled for share in shares])[self._group]
-        if samples is None or not len(own):
+        ids = ids.split([share.sampled for share in shares])[self._group]
+        if own is None or not len(ids):
             return None
-        return samples.keep(own, self._executor.last_tokens, self._executor.lengths, limits)
+        return computed.inputs.samples.keep(ids, self._executor.last_tokens, self._executor.lengths, limits)
 
 
 class CommonStepLeader:
@@ -141,15 +181,22 @@ class CommonStepLeader:
         executor, step = self._executor, self._step
         shares = [StepShare.of(batch) for batch in batches]
         with executor.enqueueing(), executor.profiled(next(batch for batch in batches if batch is not None)):
-            batches = [end.begin(batch) for end, batch in zip(self._ends, batches, strict=True)]
-            samples, needed = step.compute(batches[0], shares)
+            batches = [end.with_starts(batch) for end, batch in zip(self._ends, batches, strict=True)]
+            own, ids = step.propose(batches[0], shares)
+            batches = [None if own is None else own.batch, *batches[1:]]
+            for group, (end, batch, share) in enumerate(zip(self._ends, batches, shares, strict=True)):
+                if group and batch is not None and share.drafted:
+                    batches[group] = batch = with_proposed_ids(batch, ids[group])
+                end.stage(batch)
+            computed = step.compute(own, shares)
+            needed, verified = computed.needed, None
             logits = step.logits(needed.sampled, [share.sampled for share in shares])
             sampled: list[Sampled | None] = [None for _ in batches]
             if logits is not None:
                 parts = logits.split([share.sampled for share in shares])
                 ends = zip(self._ends, batches, parts, strict=True)
                 sampled = [end.sample(part, batch) for end, batch, part in ends]
-                self._share_tokens(samples, sampled, batches, shares)
+                verified = self._share_tokens(own, computed, sampled, batches, shares)
             prompts = [
                 end.score_prompts(batch, self._prompt_logits(group, needed.scored, shares))
                 for group, (end, batch) in enumerate(zip(self._ends, batches, strict=True))
@@ -159,16 +206,19 @@ class CommonStepLeader:
                 None if batch is None else copy_out(executor.device, batch, tokens, scores, self._pool(batch, hidden))
                 for batch, tokens, scores, hidden in zip(batches, sampled, prompts, states, strict=True)
             ]
+            step.observe(own, computed, verified)
         return lambda: [None if read is None else read() for read in reads]
 
     def _share_tokens(
         self,
-        samples: SampleInputs | None,
+        own: _Own | None,
+        computed: _Computed,
         sampled: list[Sampled | None],
         batches: Sequence[Batch | None],
         shares: Sequence[StepShare],
-    ) -> None:
-        """Send the sampled tokens to all ranks, and verify the draft tokens."""
+    ) -> Verified | None:
+        """Send the sampled tokens to all ranks, and verify the draft tokens. Return the result of rank 0's group."""
+        found = None
         chosen = self._step.share_tokens(torch.cat([each.ids for each in sampled if each is not None]))
         for group, (end, batch, each) in enumerate(zip(self._ends, batches, sampled, strict=True)):
             if each is None or batch is None:
@@ -177,9 +227,10 @@ class CommonStepLeader:
             if group:
                 verified = end.keep(batch, each.ids, limits)
             else:
-                verified = self._step.keep(samples, chosen, shares, limits)
+                verified = found = self._step.keep(own, computed, chosen, shares, limits)
             sampled[group] = each = replace(each, verified=verified)
             end.sampler.count(each)
+        return found
 
     def _prompt_logits(self, group: int, own: Tensor, shares: Sequence[StepShare]) -> Iterator[Tensor | None]:
         """Yield the logits of a group's prompt positions with log-probabilities, in chunks of `CHUNK` positions."""
@@ -212,14 +263,15 @@ class _GroupEnd:
         tables = (executor.last_tokens, executor.lengths)
         self._last_tokens, self._lengths = tables if is_own else tuple(map(torch.zeros_like, tables))
 
-    def begin(self, batch: Batch | None) -> Batch | None:
-        """Copy the sampling parameters to the device before the forward pass. Return the batch with exact starts."""
-        if batch is None:
-            return None
-        batch = with_exact_starts(batch, self._lengths) if self._is_host else batch
-        arrays = self.sampler.arrays(batch)
-        self._staged = Staged(arrays, self._staging.copy(arrays))
-        return batch
+    def with_starts(self, batch: Batch | None) -> Batch | None:
+        """On a CPU, return the batch with exact starts. On a GPU, return it unchanged."""
+        return batch if batch is None or not self._is_host else with_exact_starts(batch, self._lengths)
+
+    def stage(self, batch: Batch | None) -> None:
+        """Copy the sampling parameters to the device before the forward pass. The batch must have its draft tokens."""
+        if batch is not None:
+            arrays = self.sampler.arrays(batch)
+            self._staged = Staged(arrays, self._staging.copy(arrays))
 
     def sample(self, logits: Tensor, batch: Batch | None) -> Sampled | None:
         """Sample the batch's tokens from its logits [N, V]."""

@@ -118,7 +118,7 @@ class DeviceDrafter:
             for found in alternatives:
                 if found.places is not None and found.alternatives is not None:
                     token_ids.index_copy_(0, found.places, found.alternatives)
-        return _with_token_ids(inputs, token_ids)
+        return with_token_ids(inputs, token_ids)
 
     def observe(self, batch: Batch, inputs: StepInputs, states: Tensor | None, verified: Verified | None) -> None:
         """Process a step after its draft tokens are `verified`.
@@ -283,7 +283,7 @@ def _without_branches(batch: Batch, inputs: StepInputs) -> tuple[Batch, StepInpu
     return trunks(batch), inputs._replace(forward=forward, sequences=inputs.sequences[kept])
 
 
-def _with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
+def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
     """Return a step's inputs with the token ids int64 [T], also in place of DRAFT in the arrays of draft tokens."""
 
     def filled(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:

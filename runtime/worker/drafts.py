@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ops.sampling.native import to_device
-from runtime.batch import UNKNOWN, Batch, Drafts, Sampling, uniform_numbers
+from runtime.batch import UNKNOWN, Batch, Drafts, Ints, Sampling, uniform_numbers
+from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.branches import branch_arrays, is_trunk, take_branches
 
 OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays that `verify` reads
@@ -85,6 +86,18 @@ def with_proposals(batch: Batch, proposed: Batch) -> Batch:
             if data.ids is None:
                 data.propose(ids[ends[row] - len(data.after) : ends[row]].tolist())
     return replace(batch, token_ids=ids)
+
+
+def proposed_ids(batch: Batch, filled: Batch) -> Ints:
+    """Return the ids [n] that `filled`, the result of `with_proposals`, has in place of `DRAFT` in the batch."""
+    return filled.token_ids[batch.token_ids == DRAFT]
+
+
+def with_proposed_ids(batch: Batch, ids: Ints) -> Batch:
+    """Return the batch with these ids [n] in place of `DRAFT`, in order (see `with_proposals`)."""
+    token_ids = batch.token_ids.copy()
+    token_ids[token_ids == DRAFT] = ids
+    return with_proposals(batch, replace(batch, token_ids=token_ids))
 
 
 def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:

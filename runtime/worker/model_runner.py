@@ -37,7 +37,7 @@ from runtime.worker.branches import copies_of_first_pages, is_trunk, trunks, wit
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
-from runtime.worker.device_drafter import DeviceDrafter
+from runtime.worker.device_drafter import DeviceDrafter, with_token_ids
 from runtime.worker.drafts import Verified, accept_limits, verify, with_exact_starts, with_proposals
 from runtime.worker.expert_moves import RankExperts
 from runtime.worker.graph_capture import BackgroundCapture
@@ -432,22 +432,41 @@ class StepExecutor:
             self._begun.append(self._begin(batch)._replace(proposed=proposed))
         return lambda: None
 
-    def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states [T, E] of a batch in a common step of attention groups.
+    # --- common steps of attention groups ---
 
-        Return the inputs and the states.
+    def propose(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Begin a batch of a common step: copy its pages, and propose draft tokens on the first rank of the group.
+
+        Return the batch with exact starts and draft tokens, and the draft model's batch (see `with_proposals`).
         """
         self._check(batch)
         self._move(batch)
-        inputs = self._prepare(self._with_starts(batch), self.last_tokens)
+        return self._propose(self._with_starts(batch))
+
+    def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
+        """Compute the hidden states [T, E] of a batch in a common step. `batch` is the first result of `propose`.
+
+        Return the inputs and the states.
+        """
+        inputs = self._prepare(batch, self.last_tokens)
         hidden = self._forward(replace(inputs.forward, group_tokens=group_tokens))
         self._note_experts(batch, num_tokens=sum(group_tokens))
         return inputs, hidden
 
+    def observe(
+        self, batch: Batch, proposed: Batch, inputs: StepInputs, hidden: Tensor, verified: Verified | None
+    ) -> None:
+        """End a batch of a common step: give the group's drafter the states, and the verified draft tokens.
+
+        `batch` and `proposed` are the results of `propose`, and `inputs` and `hidden` those of `forward`.
+        """
+        self._verified = verified
+        self._observe(_Begun(batch, inputs.samples, hidden, inputs=inputs), proposed)
+
     def _propose(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return the batch with the draft model's ids, and the draft model's batch (see `with_proposals`).
 
-        Rank 0 proposes draft tokens, and sends them to the other ranks that have the embedding.
+        The rank with the draft model proposes draft tokens, and sends them to the ranks that share its embedding.
         """
         if not self.device.is_host:  # on a GPU, `_with_proposals` adds the draft tokens
             return batch, batch
@@ -596,14 +615,19 @@ class StepExecutor:
         return _Begun(batch, inputs.samples, NOTHING, inputs.requested, inputs=inputs)
 
     def _with_proposals(self, batch: Batch, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with the draft tokens of the GPU's drafter. Without a drafter, return them unchanged."""
-        if self._drafter is None or not batch.read_by_drafter:
+        """On a GPU, return the inputs with draft tokens. Only the device knows their ids.
+
+        The rank with the drafter proposes draft tokens, and sends them to the ranks that share its embedding.
+        """
+        if self._drafter is not None and batch.read_by_drafter:
+            inputs = self._drafter.propose(batch, inputs, self.lengths)
+            copies = copies_of_first_pages(batch, self._pool.page_size)
+            if copies and self._draft_copier is not None:
+                self._draft_copier.enqueue(copies)
+        if self.device.is_host or self.mesh is None or batch.drafts is None or DRAFT not in batch.token_ids:
             return inputs
-        inputs = self._drafter.propose(batch, inputs, self.lengths)
-        copies = copies_of_first_pages(batch, self._pool.page_size)
-        if copies and self._draft_copier is not None:
-            self._draft_copier.enqueue(copies)
-        return inputs
+        ids = self.mesh.axis("tp").broadcast(inputs.forward.token_ids)
+        return inputs if self._drafter is not None else with_token_ids(inputs, ids)
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
         """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""

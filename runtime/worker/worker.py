@@ -89,8 +89,31 @@ class ModelSetup:
     facts: ModelFacts
     plan: ModelPlan  # in a `WorkerSetup`, `plan.device` is the rank's device
     takes_media: bool = False  # whether media vectors may replace token embeddings
-    # Whether the model is not sharded: rank 0 has all its layers, and other ranks do not have the model.
+    # Whether the model is not sharded: ranks with `RankInfo.drafts` have all its layers, and other ranks have none.
     whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSetup:
+    """How a rank sets up its draft model or head."""
+
+    max_drafts: int = 0  # maximum number of draft tokens of a row
+    topk: int = 1  # number of alternatives for each draft token
+    step_prompt_tokens: int = 0  # maximum number of prompt tokens of a step
+    token_map: str | None = None  # path of the list of tokens that a head proposes; None: all tokens
+    of_target: bool = False  # whether the layers are in the served model's checkpoint (NEXTN)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Return the setup for this plan."""
+        schedule = plan.scheduler
+        return cls(
+            max_drafts=schedule.max_drafts,
+            topk=schedule.draft_topk,
+            step_prompt_tokens=schedule.step_prompt_tokens,
+            token_map=plan.draft.token_map,
+            of_target=plan.draft.algorithm == "NEXTN",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +121,7 @@ class WorkerSetup:
     """The models and settings that a rank loads. Sent to other processes as JSON."""
 
     rank_info: RankInfo
-    # By name; `TARGET` is the served model. Ranks other than 0 do not have the `whole` models.
+    # By name; `TARGET` is the served model. Only ranks with `RankInfo.drafts` have the `whole` models.
     models: Mapping[str, ModelSetup]
     kernels: KernelPlan
     graphs: GraphPlan  # the steps that every rank captures as graphs
@@ -113,6 +136,7 @@ class WorkerSetup:
     max_drafts: int = 0  # maximum number of draft tokens of a sequence in a step, with alternatives
     max_step_drafts: int = 0  # maximum number of draft tokens of a step
     takes_branches: bool = False  # whether draft tokens may have alternatives
+    drafter: DrafterSetup = field(default_factory=DrafterSetup)
 
     @property
     def device(self) -> str:
@@ -134,12 +158,13 @@ class WorkerSetup:
         if device != "cpu":
             index = first_device + rank % len(parallel.ranks_here)
             device = f"cuda:{int(device.partition(':')[2] or 0) + index * parallel.gpu_step}"
+        info = rank_info(plan, rank)
         return cls(
-            rank_info=rank_info(plan, rank),
+            rank_info=info,
             models={
                 name: replace(model, plan=replace(model.plan, device=device))
                 for name, model in models.items()
-                if rank == 0 or not model.whole
+                if info.drafts or not model.whole
             },
             kernels=plan.kernels,
             graphs=plan.graphs,
@@ -155,14 +180,17 @@ class WorkerSetup:
             max_drafts=plan.scheduler.max_row_drafts,
             max_step_drafts=plan.scheduler.max_step_drafts,
             takes_branches=plan.scheduler.takes_branches,
+            drafter=DrafterSetup.of(plan),
         )
 
     @classmethod
     def decode(cls, body: Mapping[str, Any], path: str | None) -> Self:
         """Decode the setup from JSON. `path` is the path of the target's checkpoint on this machine, if it differs."""
+        served = body["models"][TARGET]["plan"]["path"]
 
         def model(name: str, facts: dict[str, Any], plan: dict[str, Any], **flags: bool) -> ModelSetup:
-            here = {"path": path} if path is not None and name == TARGET else {}
+            # A draft head may be in the target's checkpoint too.
+            here = {"path": path} if path is not None and plan["path"] == served else {}
             facts = {**facts, **here, "eos_ids": frozenset(facts["eos_ids"])}
             facts["pooling"] = Pooling.decode(facts.get("pooling"))
             return ModelSetup(ModelFacts(**facts), ModelPlan(**{**plan, **here}), **flags)
@@ -182,6 +210,7 @@ class WorkerSetup:
             max_drafts=body["max_drafts"],
             max_step_drafts=body["max_step_drafts"],
             takes_branches=body["takes_branches"],
+            drafter=DrafterSetup(**body["drafter"]),
         )
 
 
@@ -280,7 +309,7 @@ class ModelWorker:
         return {
             (name, index): spec
             for name, num_layers in self._num_layers.items()
-            if rank_info.rank == 0 or name not in self._whole
+            if rank_info.drafts or name not in self._whole
             for index, spec in local_specs(self._specs_of(name), self._info_of(name, rank_info), num_layers).items()
         }
 
@@ -379,14 +408,16 @@ class ModelWorker:
         if loaded.ring is not None:
             loaded.ring.use(device)
         vocabulary, draft = self._vocabulary, self._models.get(DRAFT)
-        head = draft.decoder.without_target() if draft is not None and isinstance(draft.decoder, DraftHead) else None
-        drafter = self._make_draft_model(plan, device, model) if plan.scheduler.max_model_drafts else None
+        head = _own_head(draft)
+        drafter = None
+        if plan.scheduler.max_model_drafts:
+            drafter = self._make_draft_model(DrafterSetup.of(plan), device, model)
         reads_states = isinstance(drafter, DeviceDrafter) and drafter.reads_states
         forward = self._make_forward(loaded.setup, model, pool, device, cache, keeps_states=reads_states)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
         cpu_graph = None
         if plan.kernels.dump_folder is None or name != TARGET:
-            cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
+            cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan.scheduler.step_prompt_tokens)
         relaxed = _relaxed(plan)
         sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device, relaxed)
         if self._warms_up(device) and not loaded.setup.plan.is_embedding:
@@ -452,9 +483,15 @@ class ModelWorker:
             loaded.ring.use(device)
         if self._setup.head_layers and self.mesh.rank_info.pp_size > 1:
             model.tap(self._setup.head_layers, self.kernels.join)
+        vocabulary, draft = self._vocabulary, self._models.get(DRAFT)
+        head, drafter = _own_head(draft), None
+        if draft is not None:  # this rank leads an attention group
+            drafter = self._make_draft_model(self._setup.drafter, device, model)
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
         weights = self._loaded_weights(loaded, cache, name, fixed=forward is not model)
-        self._follow_vocabulary(weights, model, None, None)
+        self._follow_vocabulary(weights, model, vocabulary, None if draft is None else draft.decoder)
+        if weights is not None and draft is not None and head is not None and self._setup.drafter.of_target:
+            self._update_head(weights, head, draft, fixed=forward is not model)
         executor = StepExecutor(
             model,
             pool,
@@ -465,6 +502,8 @@ class ModelWorker:
             copy_pages=self._copy_pages(cache),
             weights=weights,
             adapters=self._adapters if name == TARGET else None,
+            draft_model=None if isinstance(drafter, DeviceDrafter) else drafter,
+            device_drafter=drafter if isinstance(drafter, DeviceDrafter) else None,
             experts=self._rank_experts(name, model),
             head_layers=self._setup.head_layers,
         )
@@ -526,12 +565,14 @@ class ModelWorker:
         return _LoadedModel(setup, source, decoder, ring)
 
     def _load_vocabulary(self, setup: WorkerSetup) -> Decoder | None:
-        """Return a decoder with the whole embedding and LM head of the served model, for a draft head on rank 0.
+        """Return a decoder with the whole embedding and LM head of the served model, for a draft head on this rank.
 
-        Returns None if there is no draft head, or if the served model on rank 0 already has the whole embedding.
+        Returns None if there is no draft head, or if the served model on this rank already has both.
         """
-        draft = self._models.get(DRAFT)
-        if draft is None or not isinstance(draft.decoder, DraftHead) or setup.rank_info.stage_size == 1:
+        draft, info = self._models.get(DRAFT), setup.rank_info
+        if draft is None or not isinstance(draft.decoder, DraftHead):
+            return None
+        if info.stage_size == 1 or (info.tp_size == 1 and info.head_by_group):
             return None
         target, no_layers = setup.models[TARGET], Stage(range(0), first=True, last=False)
         plan = replace(target.plan, load_format="dummy") if self._gathers_vocabulary else target.plan
@@ -545,9 +586,9 @@ class ModelWorker:
     def _follow_vocabulary(
         self, weights: LoadedWeights | None, model: Decoder, copy: Decoder | None, draft: Decoder | None
     ) -> None:
-        """Keep what rank 0's draft head has of the vocabulary equal to the weights of all ranks of the first stage.
+        """Keep what this rank's draft head has of the vocabulary equal to the weights of all ranks of the first stage.
 
-        This is `copy`, the whole embedding and LM head, if there are several ranks, and the LM head of a token map.
+        This is `copy`, the whole embedding and LM head, if several ranks divide them, and the LM head of a token map.
         """
         info, target = self.mesh.rank_info, self._setup.models[TARGET]
         rows = None
@@ -565,8 +606,9 @@ class ModelWorker:
         staged = None
         if copy is not None:
             staged = StagedWeights(copy, target.facts, target.plan, fixed=True, scaled_cache=False)
-        gather = self._gathers_vocabulary and info.stage_size > 1
-        weights.follow(WholeVocabulary(self.mesh.axis("tp"), staged, rows), gather=gather)
+        ranks, gather = self.mesh.axis("tp"), self._gathers_vocabulary and info.stage_size > 1
+        of_head = ranks if info.head_by_group else self.mesh.axis("stage")
+        weights.follow(WholeVocabulary(ranks, of_head, staged, rows), gather=gather)
 
     def _update_head(self, weights: LoadedWeights, head: DraftHead, draft: _LoadedModel, *, fixed: bool) -> None:
         """Update the draft head of NEXTN with the model's `weights`, if it is in the same checkpoint."""
@@ -684,13 +726,13 @@ class ModelWorker:
         )
 
     def _make_cpu_graph(
-        self, setup: ModelSetup, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan
+        self, setup: ModelSetup, model: Decoder, pool: KVPool, cache: CacheSetup, step_prompt_tokens: int
     ) -> CpuGraph | None:
         """Capture the CPU graph of a model. Return None if a kernel cannot be captured."""
-        if self.kernels.launcher is None or (plan.parallel.ranks > 1 and not setup.whole):
+        if self.kernels.launcher is None or (self.mesh.rank_info.world_size > 1 and not setup.whole):
             return None
         max_drafts = self._max_step_drafts(cache)
-        capacity = plan.scheduler.step_prompt_tokens + cache.num_sequences + max_drafts
+        capacity = step_prompt_tokens + cache.num_sequences + max_drafts
         try:
             return CpuGraph(
                 model,
@@ -709,7 +751,7 @@ class ModelWorker:
         """Return the maximum number of draft tokens in a step."""
         return min(self._setup.max_drafts * cache.num_sequences, self._setup.max_step_drafts)
 
-    def _make_draft_model(self, plan: Plan, device: Device, target: Decoder) -> HostDrafter | DeviceDrafter:
+    def _make_draft_model(self, setup: DrafterSetup, device: Device, target: Decoder) -> HostDrafter | DeviceDrafter:
         """Return the model or head that proposes tokens. A head is connected to `target` before graphs are captured.
 
         Raises `ConfigurationError` if the model has caches other than pages.
@@ -720,31 +762,31 @@ class ModelWorker:
                 f"--speculative-draft-model-path: {loaded.setup.facts.architecture} has sliding-window or recurrent "
                 "layers, which a draft model must not have; choose another model."
             )
-        decoder, num_sequences, most = loaded.decoder, cache.num_sequences, plan.scheduler.max_drafts
+        decoder, num_sequences, most = loaded.decoder, cache.num_sequences, setup.max_drafts
         if isinstance(decoder, DraftHead):
-            self._share_vocabulary(decoder, target if self._vocabulary is None else self._vocabulary, plan)
+            self._share_vocabulary(decoder, target if self._vocabulary is None else self._vocabulary, setup.token_map)
             self._vocabulary = None
             if decoder.taps:
                 target.tap(decoder.taps, self.kernels.join)
-        sampler, topk = self._make_sampler(loaded.setup.facts, num_sequences, device), plan.scheduler.draft_topk
+        sampler = self._make_sampler(loaded.setup.facts, num_sequences, device)
         if not device.is_host:
             is_head = isinstance(decoder, DraftHead)
             forward = self._make_forward(
-                loaded.setup, decoder, pool, device, cache, chooses=False, keeps_states=is_head
+                loaded.setup, decoder, pool, device, cache, chooses=False, keeps_states=is_head, compiles=False
             )
-            return DeviceDrafter(decoder, pool, device, sampler, num_sequences, most, forward, topk)
-        graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)
-        return HostDrafter(decoder, pool, device, sampler, num_sequences, most, graph, topk)
+            return DeviceDrafter(decoder, pool, device, sampler, num_sequences, most, forward, setup.topk)
+        graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, setup.step_prompt_tokens)
+        return HostDrafter(decoder, pool, device, sampler, num_sequences, most, graph, setup.topk)
 
-    def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, plan: Plan) -> None:
+    def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, token_map: str | None) -> None:
         """Make a draft head use the embedding and LM head of `vocabulary`.
 
         With a token map, its LM head has only the rows of the map's tokens.
         """
         head.share(vocabulary)
-        if plan.draft.token_map is not None:
+        if token_map is not None:
             target = self._setup.models[TARGET]
-            ids = read_token_map(plan.draft.token_map, head.vocab_size)
+            ids = read_token_map(token_map, head.vocab_size)
             small = head_of_tokens(vocabulary, target.facts, target.plan, self.kernels, ids)
             head.propose_only(ids.to(self.device), small)
 
@@ -762,11 +804,13 @@ class ModelWorker:
         *,
         chooses: bool = True,
         keeps_states: bool = False,
+        compiles: bool = True,
     ) -> Forward:
         """Return the forward pass of the model, with CUDA graphs if they can be captured.
 
         Graphs sample tokens if `chooses` is true. With `keeps_states`, they keep the states that a draft head reads
-        (or, if the model is a draft head, its own states).
+        (or, if the model is a draft head, its own states). The forward pass is compiled if `compiles` is true and the
+        plan says so.
 
         With several ranks, all graphs are captured during this call. Their captures contain collectives, so all ranks
         must capture the same sizes in the same order, without steps in between.
@@ -786,7 +830,7 @@ class ModelWorker:
             )
         if self._two_batches is not None:
             return TwoBatchForward(model, self.mesh, device, self._two_batches)
-        if graphs.compile_max_rows:
+        if graphs.compile_max_rows and compiles:
             forward = CompiledForward(model, pool, graphs.compile_max_rows)
             forward.compile(device)
         if not graphs.sizes:
@@ -835,6 +879,11 @@ class ModelWorker:
                 f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with {option}."
             ) from error
         return captured
+
+
+def _own_head(draft: _LoadedModel | None) -> DraftHead | None:
+    """Return the layers of a draft head without those of its target, or None if there is no draft head."""
+    return draft.decoder.without_target() if draft is not None and isinstance(draft.decoder, DraftHead) else None
 
 
 def rank_info(plan: Plan, rank: int) -> RankInfo:

@@ -178,8 +178,8 @@ def near_model() -> Decoder:
 
 
 @cache
-def head() -> DraftHead:
-    """Return a random EAGLE head for `model()`."""
+def head_facts_and_plan() -> tuple[ModelFacts, ModelPlan]:
+    """Return the facts and the plan of a random EAGLE head for `model()`."""
     target = facts()
     config = json.loads(Path(target.path, "config.json").read_text())
     folder = Path(tempfile.mkdtemp())
@@ -192,7 +192,13 @@ def head() -> DraftHead:
     (folder / "config.json").write_text(json.dumps(config | own))
     overrides = {"target_num_layers": 2, "shares_lm_head": True}
     plan = replace(paged_forward.plan_for(str(folder), context_length=CONTEXT), load_format="dummy")
-    found = load_model(read_facts(str(folder), overrides, model_impl="native"), plan, kernels())
+    return read_facts(str(folder), overrides, model_impl="native"), plan
+
+
+@cache
+def head() -> DraftHead:
+    """Return a random EAGLE head for `model()`."""
+    found = load_model(*head_facts_and_plan(), kernels())
     assert isinstance(found, DraftHead)
     found.share(model())
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import rank_cases
+from draft_heads import TinyHead
 from runtime.errors import EngineFailure
 from serve import Engine
 
@@ -88,6 +91,98 @@ async def test_samples_and_logprobs_of_every_group(more: dict[str, Any]):
             for (value, token, *_), (near, same, *_) in pairs:
                 assert token == same
                 assert near == (value if value is None else pytest.approx(value, abs=1e-3))
+
+
+DRAWN = {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 7}
+PENALISED = {**rank_cases.GREEDY, "frequency_penalty": 0.7, "max_new_tokens": 12}
+
+
+async def drafted_answers(engine: Engine) -> list[Any]:
+    """Return the answers to greedy, sampled and penalised requests: all at once, then alone, beside idle groups."""
+    prompts, several = rank_cases.prompts(), (rank_cases.GREEDY, DRAWN, PENALISED)
+    calls = [engine.generate(input_ids=prompts, sampling_params=params) for params in several]
+    together = [answer for call in await asyncio.gather(*calls) for answer in call]
+    # Prompts without a cached prefix, because a draft model may have missed pages of retracted requests.
+    fresh = [[100 + (11 * i + n) % 25 for i in range(n)] for n in (33, 60)]
+    singles = [
+        await engine.generate(input_ids=prompt, sampling_params=params) for prompt in fresh for params in several
+    ]
+    return together + singles
+
+
+def drafts_of(answers: list[Any]) -> list[tuple[int, int]]:
+    """Return the numbers of correct and of proposed drafts of each answer."""
+    metas = [answer["meta_info"] for answer in answers]
+    return [(meta.get("spec_num_correct_drafts", 0), meta.get("spec_num_proposed_drafts", 0)) for meta in metas]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"tp_size": 4, "speculative_eagle_topk": 3}, marks=pytest.mark.slow),
+        pytest.param({"tp_size": 4, "dp_size": 4, "disable_overlap_schedule": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+async def test_each_group_drafts_for_its_own_rows(more: dict[str, Any]):
+    """The draft model is the served model, so it guesses all tokens if its group gives it the right inputs."""
+    path, plain = rank_cases.model_path("llama"), {**rank_cases.PLAIN, "dtype": "float32"}
+    drafts = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": path}
+    drafts |= {"speculative_num_steps": 3, "speculative_adaptive": {"enabled": False}}
+    async with Engine(path, **plain) as engine:
+        expected = await drafted_answers(engine)
+    async with Engine(path, **plain, **drafts, **{**GROUPS, **TIGHT, "max_total_tokens": 120, **more}) as engine:
+        _, found = await asyncio.gather(rank_cases.cancel_some(engine), drafted_answers(engine))
+        assert more or engine.status().num_retracted > 0
+        engine.core.check()
+    assert [answer["output_ids"] for answer in found] == [answer["output_ids"] for answer in expected]
+    counts = drafts_of([*found[:32], *found[48:50], *found[51:53]])  # a drafter applies no penalties
+    assert all(correct > 5 and correct >= 0.9 * proposed for correct, proposed in counts[32:])  # in each group
+    assert sum(correct for correct, _ in counts) >= 0.8 * sum(proposed for _, proposed in counts) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("NEXTN deepseek_v3", {"ep_size": 2}),
+        ("EAGLE llama", {"tp_size": 4, "speculative_eagle_topk": 2}),
+        ("NEXTN qwen3_next", {}),
+        pytest.param("NEXTN glm4_moe", {"enable_dp_lm_head": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+async def test_each_group_has_a_head(kind: str, more: dict[str, Any], tmp_path: Path):
+    """Each group's head proposes the tokens that it proposes on one rank, so the same drafts are correct.
+
+    Outputs and drafts have the same four tokens only, so many drafts are correct.
+    """
+    tiny = TinyHead(tmp_path, kind)
+    plain = {"random_seed": 1, "dtype": "float32", "log_level": "error"}
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text("[20, 31, 42, 53]")
+    bias = {str(token): 99 for token in json.loads(tokens.read_text())}
+    prompts = [[3 + (7 * i + n) % (tiny.vocab_size - 3) for i in range(n)] for n in (5, 9, 17, 33)]
+
+    async def singles(engine: Engine) -> list[Any]:
+        params = {"temperature": 0.4, "sampling_seed": 3, "max_new_tokens": 40, "ignore_eos": True, "logit_bias": bias}
+        return [await engine.generate(input_ids=prompt, sampling_params=params) for prompt in prompts]
+
+    drafts = {**tiny.options, "speculative_token_map": str(tokens)}
+    drafts |= {name: value for name, value in more.items() if name.startswith("speculative")}
+    async with Engine(**plain, **drafts) as engine:
+        expected = await singles(engine)
+    async with Engine(**plain, **{**drafts, **GROUPS, **more}) as engine:
+        found = await singles(engine)  # the groups take turns, and one is idle
+        together = await engine.generate(input_ids=prompts * 2, sampling_params=rank_cases.GREEDY)
+        engine.core.check()
+    async with Engine(**{**plain, "model_path": str(tiny.target)}) as engine:
+        greedy = await engine.generate(input_ids=prompts * 2, sampling_params=rank_cases.GREEDY)
+    assert [answer["output_ids"] for answer in found] == [answer["output_ids"] for answer in expected]
+    assert [answer["output_ids"] for answer in together] == [answer["output_ids"] for answer in greedy]
+    assert drafts_of(found) == drafts_of(expected)
+    assert sum(correct for correct, _ in drafts_of(found)) > 20
 
 
 async def centred_logits(path: str, **options: Any) -> torch.Tensor:

@@ -240,15 +240,22 @@ RANKS: list[dict[str, int]] = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "p
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "load_format",
-    ["sharded_state", *(pytest.param(each, marks=pytest.mark.long) for each in ("auto", "remote_instance"))],
+    ("load_format", "groups"),
+    [
+        ("sharded_state", False),
+        ("auto", True),
+        *(pytest.param(each, False, marks=pytest.mark.long) for each in ("auto", "remote_instance")),
+    ],
 )
 async def test_a_heads_vocabulary_follows_the_weights_of_two_ranks(
-    load_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load_format: str, groups: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0's copy of the embedding and LM head has the values of all ranks, also after an update."""
     tiny, proposals = TinyHead(tmp_path, "EAGLE llama"), Proposals(monkeypatch)
     ranks: dict[str, Any] = {"tp_size": 2, "dtype": "float32"}
+    if groups:
+        # All requests get the same prompt, so rank 0's group gets them.
+        ranks |= {"dp_size": 2, "enable_dp_attention": True, "load_balance_method": "longest_prefix"}
     options: dict[str, Any] = {**tiny.options, **ranks, "log_level": "error"}
     if load_format == "sharded_state":
         write_shards(str(tiny.target), str(tmp_path / "shards"), tp_size=2, pp_size=1, dtype="float32")

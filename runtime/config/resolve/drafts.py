@@ -183,14 +183,10 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
         return f"{facts.architecture} generates no tokens"
     if model is None:
         return None
-    if parallel.enable_dp_attention:
-        return "attention groups (--enable-dp-attention) take no draft models yet; use NGRAM"
-    if gpu is not None and parallel.tp_size * parallel.pp_size > 1:
-        return "on GPUs, draft models run with one rank only so far (no --tp-size, --pp-size); use NGRAM"
+    if gpu is not None and parallel.enable_dp_attention:
+        return "on GPUs, attention groups (--enable-dp-attention) take no draft models yet; use NGRAM"
     if gpu is not None and facts.recurrent:
         return "on a GPU, the states of recurrent layers cannot take back a draft model's tokens; use NGRAM"
-    if gpu is not None and builder.args.graphs.enable_torch_compile:
-        return "on a GPU, draft models run without --enable-torch-compile only so far; use NGRAM"
     if gpu is not None and model in HEADS:
         return "draft heads run on CPUs only so far; use STANDALONE or NGRAM"
     if model in HEADS and builder.args.graphs.enable_torch_compile:

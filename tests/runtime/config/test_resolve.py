@@ -256,7 +256,7 @@ def test_draft_heads_beside_several_ranks() -> None:
     assert plan(**head, pp_size=2).scheduler.max_model_drafts == 4
 
 
-def test_a_gpu_takes_drafts_of_a_small_model_on_one_rank() -> None:
+def test_a_gpu_takes_drafts_of_a_small_model() -> None:
     small: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
     schedule = plan(H200, **small).scheduler
     assert (schedule.max_model_drafts, schedule.draft_constraints) == (4, False)
@@ -272,11 +272,13 @@ def test_a_gpu_takes_drafts_of_a_small_model_on_one_rank() -> None:
     found = plan(H200, **small, **tree, max_running_requests=8)
     assert (found.scheduler.draft_topk, found.scheduler.max_model_drafts, found.scheduler.max_row_drafts) == (4, 3, 15)
     assert max(found.graphs.sizes) == 8 * 16
-    assert "run without --enable-torch-compile" in refusals(H200, **small, enable_torch_compile=True)
+    assert plan(H200, **small, enable_torch_compile=True).scheduler.max_model_drafts == 4
     assert "states of recurrent layers" in refusals(H200, replace(FACTS, recurrent=True), **small)
     two = replace(H200, gpus=H200.gpus * 2)
-    assert "one rank only" in refusals(two, **small, tp_size=2)
-    assert "one rank only" in refusals(two, **small, pp_size=2)
+    assert plan(two, **small, tp_size=2).scheduler.max_model_drafts == 4
+    assert plan(two, **small, pp_size=2).scheduler.max_model_drafts == 4
+    groups = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    assert "attention groups" in refusals(two, **small, **groups)
     for head in ("EAGLE", "EAGLE3", "NEXTN"):
         assert "draft heads run on CPUs only" in refusals(H200, **{**small, "speculative_algorithm": head})
 

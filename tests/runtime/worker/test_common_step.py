@@ -39,7 +39,9 @@ def leader(logits: torch.Tensor) -> CommonStepLeader:
             enqueueing=nullcontext,
             profiled=lambda batch: nullcontext(),
             pool=SimpleNamespace(page_size=16),
+            propose=lambda batch: (batch, batch),
             forward=forward,
+            observe=lambda *results: None,
         ),
     )
     model = cast(Any, SimpleNamespace(head=SimpleNamespace(tied=False), logits=lambda states: logits))
