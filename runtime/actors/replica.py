@@ -444,11 +444,8 @@ def size_cache(
         "--speculative-ngram-max-bfs-breadth": plan.scheduler.draft_breadths[1],
     }
     for flag, breadth in breadths.items():
-        if kinds and breadth > 1:
-            raise ConfigurationError(
-                f"{flag} {breadth}: models with sliding-window or recurrent layers take one chain of drafts; set it "
-                "to 1."
-            )
+        if breadth > 1 and any(kind.steps_back is not None for kind in kinds):
+            raise ConfigurationError(f"{flag} {breadth}: recurrent layers take one chain of drafts; set it to 1.")
     limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
     cache = CacheSetup(

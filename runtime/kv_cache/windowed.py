@@ -152,7 +152,7 @@ class WindowedPages(CacheKind):
             used = sequence.pages[self._first[sequence] :]
             if (self._windowed[used] == self.count).any():
                 raise ValueError(f"{sequence!r} lacks pages of its window.")
-            for page in used:
+            for page in [*used, *(page for branch in sequence.branches for page in branch.pages)]:
                 users[page] += 1
         present = np.nonzero(self._windowed < self.count)[0].tolist()
         evictable = {page for page in present if not users[page]}

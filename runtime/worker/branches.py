@@ -151,19 +151,41 @@ def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
     """Return the tokens that precede a branch within its first page and that this step computes in other rows.
 
     The KV of these R tokens must also be stored in the branch's page. Returns their indices into [T] and their slots in
-    that page, both [R].
+    that page, both [R], and their slots in the pages of each cache kind with its own page table.
     """
     if batch.drafts is None or batch.drafts.branches is None:
         return {}
-    firsts, found = batch.counts.cumsum() - batch.counts, list[tuple[int, int]]()
+    firsts, found = batch.counts.cumsum() - batch.counts, list[tuple[int, int, int]]()
     for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
         begin = int(batch.starts[owner])
         end = begin + depth
-        page = int(batch.page_table[row, end // page_size])
         for position in range(max(end // page_size * page_size, begin), end):
-            found.append((int(firsts[owner]) + position - begin, page * page_size + position % page_size))
-    pairs = np.array(found, np.int64).reshape(-1, 2)
-    return {"repeated_tokens": pairs[:, 0], "repeated_slots": pairs[:, 1]} if len(found) else {}
+            found.append((int(firsts[owner]) + position - begin, row, position))
+    if not found:
+        return {}
+    tokens, rows, positions = np.array(found, np.int64).T
+
+    def slots(page_table: Ints) -> np.ndarray:
+        return page_table[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size
+
+    tables = {f"{kind}.": own["page_table"] for kind, own in batch.kinds.items() if "page_table" in own}
+    of_tables = {f"{name}repeated_slots": slots(table) for name, table in tables.items()}
+    return {"repeated_tokens": tokens, "repeated_slots": slots(batch.page_table), **of_tables}
+
+
+def copies_in_kinds(batch: Batch, page_size: int) -> list[PageCopy]:
+    """Return the copies of computed tokens into the branches' first pages, for cache kinds with their own page table.
+
+    For the pages of the prefix cache, the scheduler adds these copies to the batch.
+    """
+    if not batch.kinds or batch.drafts is None or batch.drafts.branches is None:
+        return []
+    rows, owners, _ = batch.drafts.branches
+    firsts = batch.starts[rows] // page_size
+    used = firsts * page_size < batch.starts[owners]
+    rows, owners, firsts = rows[used], owners[used], firsts[used]
+    tables = {kind: own["page_table"] for kind, own in batch.kinds.items() if "page_table" in own}
+    return [PageCopy(kind, kind, own[owners, firsts], own[rows, firsts]) for kind, own in tables.items() if len(rows)]
 
 
 def take_branches(

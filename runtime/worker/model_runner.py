@@ -33,7 +33,7 @@ from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.adapters import Adapters
-from runtime.worker.branches import copies_of_first_pages, is_trunk, trunks, with_branch_ids
+from runtime.worker.branches import copies_in_kinds, copies_of_first_pages, is_trunk, trunks, with_branch_ids
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
@@ -540,8 +540,9 @@ class StepExecutor:
 
     def _move(self, batch: Batch) -> None:
         """Enqueue the batch's page copies, and place its adapters."""
-        if batch.copies:
-            self._copier.enqueue(batch.copies)
+        copies = [*batch.copies, *copies_in_kinds(batch, self._pool.page_size)]
+        if copies:
+            self._copier.enqueue(copies)
         for placement in batch.adapters:
             if self.rank.adapters is None:
                 raise RuntimeError("This executor has no adapters.")

@@ -8,6 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from runtime.batch import PageCopy
+from runtime.kv_cache.kinds import PAGED
+from runtime.kv_cache.paged import PagedKVCache
 from runtime.kv_cache.pools import KVPool
 from runtime.worker.device import Device
 from runtime.worker.step_inputs import Staging
@@ -24,10 +26,13 @@ class PageCopier:
 
     def __init__(self, pools: Sequence[KVPool], copy_pages: CopyPages, device: Device, staging: Staging) -> None:
         """Create the copier. `pools` has the pool of each model of the rank. The models share one page table."""
-        self._pools = {
+        self._pools: dict[str, list[Tensor]] = {
             "device": [tensor for pool in pools for cache in pool.paged.values() for tensor in cache.tensors],
             "host": [tensor for pool in pools for cache in pool.host.values() for tensor in cache.tensors],
         }
+        for cache in (cache for pool in pools for cache in pool.values() if isinstance(cache, PagedKVCache)):
+            if cache.kind != PAGED:  # pages of a cache kind, by the name of the kind
+                self._pools.setdefault(cache.kind, []).extend(cache.tensors)
         self._copy_pages = copy_pages
         self._device = device
         self._staging = staging

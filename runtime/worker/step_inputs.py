@@ -215,14 +215,20 @@ def prepare(
         mutual_spans=() if batch.mutual_spans is None else [(row, *span) for row, *span in batch.mutual_spans.tolist()],
         draft_rows=() if batch.drafts is None else batch.drafts.all_rows,
     )
-    if "repeated_tokens" in on_device:
-        again = replace(attention, slot_mapping=on_device["repeated_slots"], plan_cache={})
-        attention = replace(attention, repeated=(on_device["repeated_tokens"], again))
+
+    def repeated(prefix: str = "") -> tuple[Tensor, AttentionMetadata] | None:
+        slots = on_device.get(f"{prefix}repeated_slots")
+        if slots is None:
+            return None
+        return on_device["repeated_tokens"], replace(attention, slot_mapping=slots, plan_cache={}, repeated=None)
+
+    attention = replace(attention, repeated=repeated())
     kinds = {
         kind: kind_inputs(
             {name: on_device[f"{kind}.{name}"] for name in own},
             on_device.get(f"{kind}.slot_mapping"),
             attention,
+            repeated(f"{kind}."),
         )._replace(host=own)
         for kind, own in batch.kinds.items()
     }

@@ -112,7 +112,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.max_drafts = 0  # the record does not have the test's own drafts
             self.folder = TemporaryDirectory()
             self.record = Path(self.folder.name) / "record"
-        if num_states or window is not None:
+        if num_states:
             plan["draft_topk"] = 1
         plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0, "max_drafts": self.max_drafts}
         if window is not None or num_states:

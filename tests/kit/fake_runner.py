@@ -347,6 +347,16 @@ class FakeRunner:
         starts = batch.starts.tolist()
         written = [slot for own, start in zip(slots, starts) for slot in own[start:]]
         assert len(written) == len(set(written)), "two rows of a step write the same windowed slot"
+        if batch.drafts is not None and batch.drafts.branches is not None:
+            # As the worker does: tokens before a branch are stored in its first page, too.
+            for row, owner, _ in zip(*(each.tolist() for each in batch.drafts.branches)):
+                for position in range(starts[row] // size * size, starts[row]):
+                    assert slots[row][position] != slots[owner][position], "a branch has no windowed page of its own"
+                    if position < starts[owner]:
+                        copied = self._windowed.get(slots[owner][position])
+                        self._windowed[slots[row][position]] = -1 if copied is None else copied
+                    else:
+                        self._windowed[slots[row][position]] = states[owner][position]
         for own, known, start in zip(slots, states, starts):
             self._windowed |= zip(own[start:], known[start:])
         for own, known, start in zip(slots, states, starts):

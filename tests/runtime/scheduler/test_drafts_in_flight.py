@@ -198,7 +198,7 @@ def test_whatever_happens_outputs_are_exact_and_pages_balance(seed: int):
             "chunk_tokens": random.choice([None, 4]),
             "max_drafts": random.choice([2, 8]),
             "max_step_drafts": random.choice([3, 256]),
-            "draft_topk": random.choice([1, 2, 3]) if window is None else 1,
+            "draft_topk": random.choice([1, 2, 3]),
             "max_tree_drafts": 12,
             "draft_methods": random.choice(["lookup", "lookup", "model", "both"]),
         },
