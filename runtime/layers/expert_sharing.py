@@ -120,13 +120,11 @@ class ExpertSharing:
         return self._tables_of(layer, num_experts, chosen.device).here[chosen]
 
     def exchanges(self, x: Tensor) -> bool:
-        """Whether a step of tokens x [T, E] combines results by all-to-all.
+        """Whether a step of tokens x [T, E] outside CUDA graphs combines results by all-to-all.
 
         Steps in CUDA graphs use an all-reduce instead, because the host must know the message sizes of an all-to-all.
         """
-        if not (self._exchanges and self.is_shared and len(x) >= EXCHANGE_TOKENS):
-            return False
-        return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        return self._exchanges and self.is_shared and len(x) >= EXCHANGE_TOKENS
 
     def combine(self, layer: int, chosen: Tensor, num_experts: int, mix: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the MoE layer's output [T, E], combined by an all-to-all and an all-gather of uneven sizes.

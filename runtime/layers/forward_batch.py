@@ -165,6 +165,8 @@ class ForwardBatch:
     states: Tensor | None = None  # [T, E], hidden states that a draft head takes as input; layers may overwrite them
     # [T, E] each, added to the hidden states after the first, the second, ... layer (DeepStack, arXiv 2406.04334)
     media_levels: Sequence[Tensor] = ()
+    # Whether a CUDA graph captures this forward pass, or it is the run before a capture, which compiles kernels.
+    in_graph: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -310,7 +310,7 @@ class MoE(Weighted):
         if sharing.records:
             sharing.remember(self.layer_number, chosen)
         here = sharing.here(self.layer_number, chosen, self.num_experts)
-        if sharing.exchanges(x) and not batch.adapted:
+        if sharing.exchanges(x) and not batch.adapted and not batch.in_graph:
             mix = partial(self._mix_tokens, x, weights, here, batch)
             return sharing.combine(self.layer_number, chosen, self.num_experts, mix)
         mixed = self._mix(x, weights, here, batch)

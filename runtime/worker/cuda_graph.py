@@ -528,6 +528,7 @@ class CudaGraphRunner:
             input_embeds=filled(0, num_rows, reads.media_size, dtype=torch.float32) if reads.media_size else None,
             embeds_mask=filled(False, num_rows, dtype=torch.bool) if reads.media_size else None,
             states=filled(0, num_rows, reads.state_size, dtype=reads.state_dtype) if reads.state_size else None,
+            in_graph=True,
         )
 
     def _prompt_context(self) -> ExitStack:

@@ -284,6 +284,7 @@ class PromptGraphs:
             position_axes=axes,
             input_embeds=vectors,
             embeds_mask=mask,
+            in_graph=True,
         )
 
 

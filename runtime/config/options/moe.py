@@ -31,7 +31,7 @@ class MoeArgs:
     moe_a2a_backend: str = option(
         "none",
         "How the results of experts reach the ranks of their tokens. none: partial results are summed; all_to_all: "
-        "large steps send each result to one rank (needs --ep-size equal to --tp-size).",
+        "large steps outside CUDA graphs send each result to one rank (needs --ep-size equal to --tp-size).",
         choices=("none", "deepep", "all_to_all"),
         built=("all_to_all",),
         needs={"deepep": _DEEPEP},

@@ -99,8 +99,6 @@ def _prompt_sizes(
         reason = "--disable-piecewise-cuda-graph is set"
     elif builder.args.offload.cpu_offload_gb or builder.args.offload.offload_group_size > 0:
         reason = "copies of weights from host memory would cross from one graph to the next"
-    elif builder.args.moe.moe_a2a_backend == "all_to_all":
-        reason = "the host must know the message sizes of --moe-a2a-backend all_to_all"
     elif set(HEADS) & set((builder.args.speculative.speculative_algorithm or "").split(",")):
         reason = "a draft head reads the inputs of layers, which graphs of prompts do not keep"
     if gpu is None or reason:
