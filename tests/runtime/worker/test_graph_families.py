@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -17,14 +18,25 @@ import recorded_flashinfer
 import tiny_checkpoints
 from fake_device import LateDevice
 from kernel_cases.moe import fused_experts
+from ops.matmul import nvfp4
+from ops.matmul.block_scaled import has_blocks
+from ops.matmul.fused_weight import FusedWeight
+from ops.matmul.grouped import E2M1, GroupedWeight
+from ops.matmul.rounded_rows import round_rows
+from ops.matmul.with_triton import Packed
 from ops.recurrence import Segments, Span, independent
 from runtime.layers import recurrent
+from runtime.layers.expert_sharing import ExpertSharing
+from runtime.layers.linear import Linear
 from runtime.layers.moe import mixtures
 from runtime.layers.weight import frozen
 from runtime.loading.loader import load_model
+from runtime.mesh.mesh import Mesh
+from runtime.mesh.rank_info import RankInfo
 from runtime.worker.cuda_graph import CudaGraphRunner
 
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) for i in range(6)]
+FEW = PROMPTS[:4]
 SHARED = [([7, 5, 3, 9, 2, 8, 4, 6, 1][:length], 6) for length in (8, 9, 9, 5, 8)]  # rows continue from snapshots
 
 
@@ -64,12 +76,24 @@ def test_graphs_give_the_tokens_of_eager_steps(
     assert len(set(sizes)) > 1  # several sizes, with and without padding rows
 
 
-@pytest.mark.parametrize("form", ["MXFP4", "NVFP4"])
-@pytest.mark.parametrize("file", ["with_flashinfer", "with_trtllm_gen"])
-def test_fused_experts_are_captured(file: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer's kernels for 4-bit experts, as fakes with its signatures, give the tokens of eager steps."""
+def use_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace FlashInfer by fakes with its signatures, and Triton's rounding of rows by torch's."""
     for name, module in recorded_flashinfer.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+
+    def rounded(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = round_rows(x, group)
+        return rows.numbers, rows.scales
+
+    for name in ("ops.matmul.with_groupwise", "ops.moe.with_trtllm_gen"):
+        monkeypatch.setattr(f"{name}.round_rows", rounded)
+
+
+@pytest.mark.parametrize("form", ["MXFP4", "NVFP4", "float8 blocks"])
+@pytest.mark.parametrize("file", ["with_flashinfer", "with_trtllm_gen"])
+def test_fused_experts_are_captured(file: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's kernels for quantised experts, as fakes, give the tokens of eager steps."""
+    use_fakes(monkeypatch)
     backend: Any = import_module(f"ops.moe.{file}")
     mixture, calls = fused_experts(form), []
 
@@ -77,7 +101,8 @@ def test_fused_experts_are_captured(file: str, form: str, monkeypatch: pytest.Mo
         calls.append(len(x))
         return backend.mix(x.to(torch.bfloat16), *operands, **more).to(x.dtype)
 
-    shape = {"hidden_size": 160, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    _, size, inner_size = mixture.down.codes.shape
+    shape = {"hidden_size": size, "moe_intermediate_size": inner_size, "num_experts": 4, "num_experts_per_tok": 2}
     facts = late_steps.facts("qwen3_moe", **shape)
     model = load_model(facts, late_steps.model_plan(), replace(late_steps.kernels(), mix=mix))
     for layer in mixtures(model).values():
@@ -86,12 +111,90 @@ def test_fused_experts_are_captured(file: str, form: str, monkeypatch: pytest.Mo
         layer.gate_up, layer.down = frozen(prepared.gate_up), frozen(prepared.down)
         layer.gate_up_bias, layer.down_bias = (None if bias is None else frozen(bias) for bias in prepared[2:])
     monkeypatch.setattr(late_steps, "model", lambda family: model)
-    expected = late_steps.outputs(PROMPTS, family="qwen3_moe")
+    expected = late_steps.outputs(FEW, family="qwen3_moe")
     sizes, eager = replays(monkeypatch), len(calls)
     device = LateDevice(Random(0))
-    assert late_steps.outputs(PROMPTS, family="qwen3_moe", device=device, sizes=(1, 2, 4), capture_every=1) == expected
+    assert late_steps.outputs(FEW, family="qwen3_moe", device=device, sizes=(2, 4), capture_every=1) == expected
     assert sizes
     assert len(calls) < 2 * eager  # replays do not call the library
+
+
+def in_blocks(weight: torch.Tensor) -> GroupedWeight:
+    """Return a weight in float8 with one scale per block of 128 x 128 numbers."""
+    blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))  # [O / 128, 128, I / 128, 128]
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    return GroupedWeight(codes.view(weight.shape), scales.repeat_interleave(128, 0), bits=8, floating=True)
+
+
+def in_nvfp4(weight: torch.Tensor) -> GroupedWeight:
+    rounded = nvfp4.round_rows(weight, 1e-3)
+    codes = torch.stack((rounded.codes & 15, rounded.codes >> 4), -1).flatten(-2)
+    return GroupedWeight(codes, rounded.scales.float() * 1e-3, table=E2M1, input_scales=torch.tensor([2e-3]))
+
+
+@pytest.mark.parametrize(
+    ("file", "quantise"), [("with_deepgemm", in_blocks), ("with_groupwise", in_blocks), ("with_fp4", in_nvfp4)]
+)
+def test_flashinfers_products_are_captured(file: str, quantise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's products with quantised weights, as fakes, give the tokens of eager steps."""
+    use_fakes(monkeypatch)
+    backend: Any = import_module(f"ops.matmul.{file}")
+    given, calls = late_steps.kernels(), []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(weight, FusedWeight | Packed):
+            return given.linear(x, weight, bias)
+        calls.append(len(x))
+        return backend.linear(x.to(torch.bfloat16), weight, bias).to(x.dtype)
+
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    facts = late_steps.facts("qwen3", **shape, head_dim=64)
+    model = load_model(facts, late_steps.model_plan(), replace(given, linear=linear))
+    linears = [module for layer in model.layers for module in layer.modules() if isinstance(module, Linear)]
+    for layer in linears:
+        layer.weight = frozen(backend.prepare_grouped(quantise(layer.weight), torch.bfloat16))
+        assert isinstance(layer.weight, FusedWeight) or has_blocks(layer.weight)
+    monkeypatch.setattr(late_steps, "model", lambda family: model)
+    expected = late_steps.outputs(FEW, family="qwen3")
+    sizes, eager = replays(monkeypatch), len(calls)
+    assert (
+        late_steps.outputs(FEW, family="qwen3", device=LateDevice(Random(0)), sizes=(2, 4), capture_every=1) == expected
+    )
+    assert sizes
+    assert 0 < len(calls) - eager < eager  # replays do not call the library
+
+
+def test_graphs_combine_experts_without_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange needs the sizes of messages on the host, so neither a capture nor the run before it exchanges."""
+    experts = ExpertSharing(Mesh(RankInfo(), torch.device("cpu")).axis("ep"))
+    model = load_model(
+        late_steps.facts("qwen3_moe"), late_steps.model_plan("qwen3_moe"), late_steps.kernels(), experts=experts
+    )
+    monkeypatch.setattr(late_steps, "model", lambda family: model)
+    counts: list[int] = []
+
+    def combine(self: ExpertSharing, layer: int, chosen: torch.Tensor, num_experts: int, mix: Any) -> torch.Tensor:
+        assert not any(frame.function in ("capture_next", "capture_parts") for frame in inspect.stack())
+        counts.append(len(chosen))
+        return mix(torch.arange(len(chosen)))
+
+    monkeypatch.setattr(ExpertSharing, "exchanges", lambda self, x: True)
+    monkeypatch.setattr(ExpertSharing, "combine", combine)
+    expected = late_steps.outputs(FEW, family="qwen3_moe")
+    eager, sizes = len(counts), replays(monkeypatch)
+    found = late_steps.outputs(
+        FEW,
+        family="qwen3_moe",
+        device=LateDevice(Random(0)),
+        sizes=(2, 4),
+        prompt_sizes=(8,),
+        capture_every=1,
+    )
+    assert found == expected
+    assert sizes
+    assert eager
+    assert 0 < len(counts) - eager < eager  # replays do not exchange
 
 
 def test_spans_that_a_graph_keeps_from_the_capture_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
