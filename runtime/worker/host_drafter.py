@@ -120,17 +120,18 @@ class HostDrafter:
         place = torch.from_numpy(batch.sequence_indices[rows[keep]]).long(), torch.from_numpy(positions[keep] % kept)
         self._states[place] = states if keep.all() else states[torch.from_numpy(np.flatnonzero(keep))]
 
-    def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None, first: int) -> None:
-        """Record that the target accepted a branch's token at this position.
+    def take(self, sequence_index: int, position: int, token_ids: Ints, states: Tensor | None, first: int) -> None:
+        """Record that the target accepted a branch, at least its token at this position.
 
-        `state` is the target's state there, for a draft head. The pages from position `first` on are those of the
+        `token_ids` int32 [K] are the branch's ids from there on, and `states` [K, ...] the target's states, for a draft
+        head. The next steps replace those that were not accepted. The pages from position `first` on are those of the
         branch, so their entries must be computed again.
         """
-        place = sequence_index, position % self._entries.kept
+        places = np.arange(position, position + len(token_ids)) % self._entries.kept
         self._entries.computed[sequence_index] = min(self._entries.computed[sequence_index], first)
-        self._ids[place] = token_id
-        if self._head is not None and state is not None:
-            self._states[place] = self._head.project(state[None])[0]
+        self._ids[sequence_index, places] = token_ids
+        if self._head is not None and states is not None:
+            self._states[sequence_index, torch.from_numpy(places)] = self._head.project(states)
 
     def close(self) -> None:
         """End the threads of the CPU graph. Must be called after the last step."""

@@ -394,8 +394,9 @@ class StepExecutor:
         for number in taken[taken >= 0].tolist():
             row = int(drafts.branches.rows[number])
             index, position, first = int(batch.sequence_indices[row]), int(batch.starts[row]), int(firsts[row])
-            state = None if states is None else states[first]
-            self._draft_model.take(index, position, int(batch.token_ids[first]), state, position // size * size)
+            own = slice(first, first + int(batch.counts[row]))
+            of_branch = None if states is None else states[own]
+            self._draft_model.take(index, position, batch.token_ids[own], of_branch, position // size * size)
 
     def _states(self, begun: _Begun, graph: CpuGraph | None) -> Tensor:
         """Return the states [T, 3E] or [T, E] of a step's tokens that a draft head reads."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import greedy
 import tiny_models
 from draft_heads import TinyHead
+from runtime.batch import Branches
 from runtime.errors import ConfigurationError
 from runtime.worker.branches import take_branches
+from runtime.worker.host_drafter import HostDrafter
 from runtime.worker.model_runner import StepExecutor
 from serve import Engine
 from serve.demo import demo_path
@@ -181,3 +185,27 @@ def test_a_branch_goes_on_where_the_row_is_rejected() -> None:
     ):
         found = take_branches(torch.tensor(ids), arrays, torch.tensor([before]), torch.tensor([before]))
         assert tuple(int(value) for value in found) == wanted
+
+
+def test_a_draft_head_gets_all_tokens_of_a_taken_branch() -> None:
+    """The row has drafts 5 and 6 at positions 6 and 7; a branch of prompt lookup has 7 and 8 from position 7 on."""
+    head: Any = HostDrafter.__new__(HostDrafter)
+    head._entries = SimpleNamespace(kept=8, computed=np.array([9]))
+    head._ids, head._states = np.zeros((1, 8), np.int32), torch.zeros(1, 8, 1)
+    head._head = SimpleNamespace(project=lambda states: 2 * states)
+    executor: Any = SimpleNamespace(
+        _draft_model=head,
+        _verified=SimpleNamespace(taken=torch.tensor([0])),
+        _pool=SimpleNamespace(page_size=4),
+    )
+    batch: Any = SimpleNamespace(
+        drafts=SimpleNamespace(branches=Branches(np.array([1]), np.array([0]), np.array([2]))),
+        counts=np.array([3, 2]),
+        starts=np.array([5, 7]),
+        sequence_indices=np.array([0, 0]),
+        token_ids=np.array([4, 5, 6, 7, 8], np.int32),
+    )
+    StepExecutor._tell_taken(executor, batch, torch.arange(5.0)[:, None])
+    assert head._ids[0].tolist() == [8, 0, 0, 0, 0, 0, 0, 7]  # the place of position 8 is 8 % 8
+    assert head._states[0, :, 0].tolist() == [8, 0, 0, 0, 0, 0, 0, 6]
+    assert head._entries.computed.tolist() == [4]
