@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import tiny_checkpoints
 from ops.machine import Machine
 from runtime.actors.assemble import prepare
-from runtime.actors.replica import size_cache
+from runtime.actors.cache_sizes import size_cache
 from runtime.batch import UNKNOWN, Batch, Sampling
 from runtime.config import Args
 from runtime.config.plan import Plan
