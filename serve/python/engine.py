@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import warnings
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from os import PathLike, fspath
@@ -688,11 +688,7 @@ class Engine:
 
         Returns the answer of `/load_lora_adapter`: `success`, `error_message` and `loaded_adapters` (name -> path).
         """
-        try:
-            await load_adapter(self.core, lora_name, str(lora_path), pinned=pinned)
-        except InvalidRequest as error:
-            return adapters_answer(self.core, error.message)
-        return adapters_answer(self.core)
+        return await self._adapters_after(load_adapter(self.core, lora_name, str(lora_path), pinned=pinned))
 
     async def load_lora_adapter_from_tensors(
         self, lora_name: str, tensors: bytes, config_dict: Mapping[str, Any], pinned: bool = False
@@ -702,16 +698,17 @@ class Engine:
         `tensors` is the result of `safetensors.torch.save`, and `config_dict` the content of adapter_config.json.
         Returns the answer of `/load_lora_adapter`.
         """
-        try:
-            await load_adapter_from_tensors(self.core, lora_name, config_dict, tensors, pinned=pinned)
-        except InvalidRequest as error:
-            return adapters_answer(self.core, error.message)
-        return adapters_answer(self.core)
+        change = load_adapter_from_tensors(self.core, lora_name, config_dict, tensors, pinned=pinned)
+        return await self._adapters_after(change)
 
     async def unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
         """Unload a LoRA adapter. Requests that use it finish first. Returns the answer of `/unload_lora_adapter`."""
+        return await self._adapters_after(self.core.adapters.unload(lora_name))
+
+    async def _adapters_after(self, change: Awaitable[object]) -> dict[str, Any]:
+        """Await a change of the adapters, and return the answer of its route, which also reports a refusal."""
         try:
-            await self.core.adapters.unload(lora_name)
+            await change
         except InvalidRequest as error:
             return adapters_answer(self.core, error.message)
         return adapters_answer(self.core)
