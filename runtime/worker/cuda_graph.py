@@ -80,7 +80,8 @@ class CudaGraphRunner:
     them.
 
     The argument `states` maps the hidden states [R, E] to the states that a draft head reads (or, if the model is a
-    draft head, to its own states). Every step stores the result in the attribute `states`.
+    draft head, to its own states). Every step stores the result in the attribute `states`. `prompts` must have been
+    created with the same function.
 
     With a `choice`, graphs also sample tokens (`choose`). Steps that need more than tokens, such as log-probabilities,
     use a second graph of each size, which ends at the hidden states. With `takes_branches`, steps with branches of
@@ -154,11 +155,12 @@ class CudaGraphRunner:
         replayed = self._replay(batch, None, is_requested=batch is missed)
         if replayed is not None:
             return replayed[0]
-        hidden = None
-        # With `states`, `prompts` cannot be used, because its graphs do not keep them.
-        if self._prompts is not None and self._states_of is None and self._fitting(batch) is None:
+        if self._prompts is not None and self._fitting(batch) is None:
             hidden = self._prompts(batch)
-        hidden = self._eager(batch) if hidden is None else hidden
+            if hidden is not None:
+                self.states = self._prompts.states
+                return hidden
+        hidden = self._eager(batch)
         if self._states_of is not None:
             self.states = self._states_of(hidden)
         return hidden
@@ -414,6 +416,8 @@ class CudaGraphRunner:
             values[rows].fill_(0)
         if buffers.position_axes is not None:
             buffers.position_axes[:, rows].fill_(0)
+        if buffers.states is not None:
+            buffers.states[rows].fill_(0)
         for name, spans in _spans(buffers):
             spans[0, rows].fill_(ZEROS)
             spans[1, rows].fill_(self._cache.kinds[name])
@@ -549,7 +553,8 @@ def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
     values = {name: own[:size] for name, own in buffers.row_values.items()}
     axes, vectors, mask = buffers.position_axes, buffers.input_embeds, buffers.embeds_mask
     return {
-        "states": None if buffers.states is None else buffers.states[:size],
+        # A copy, because a draft head overwrites it: in padding rows, the values would grow with every replay.
+        "states": None if buffers.states is None else buffers.states[:size].clone(),
         "row_values": values,
         "token_values": values,
         "position_axes": None if axes is None else axes[:, :size],

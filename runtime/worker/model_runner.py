@@ -204,12 +204,11 @@ class ModelRunner:
 
 
 def _capture_next(runners: Sequence[CudaGraphRunner]) -> bool:
-    """Capture one graph of the first model that has graphs to capture. Return whether more graphs remain."""
-    for runner in runners:
-        if runner.is_waiting():
-            runner.capture_next()
-            break
-    return any(runner.is_waiting() for runner in runners)
+    """Capture one graph of the model that lacked graphs in most steps. Return whether more graphs remain."""
+    waiting = [runner for runner in runners if runner.is_waiting()]
+    if waiting:
+        max(waiting, key=lambda runner: runner.num_missed()).capture_next()
+    return any(runner.is_waiting() for runner in waiting)
 
 
 async def _at_once(rank: RankState, verb: str, payload: Mapping[str, Any]) -> list[Any]:

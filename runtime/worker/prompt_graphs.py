@@ -46,6 +46,7 @@ class _Captured(NamedTuple):
     graphs: Sequence[Graph]
     calls: Sequence[_Call]
     hidden: Tensor
+    states: Tensor | None  # see `PromptGraphs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,9 @@ class PromptGraphs:
     outputs are 0. A size is captured only after a step needed it, or after `request_all`. The same thread must call all
     methods, except `is_waiting` and `num_missed`.
 
+    The argument `states` maps the hidden states [T, E] to the states that a draft head reads (or, if the model is a
+    draft head, to its own states). Every replay stores the result in the attribute `states`.
+
     If several ranks share the layers, the graphs contain their collectives. All ranks must then replay the same graphs.
     They do, if all of them have captured all sizes: the choice of a graph depends only on the batch, which is the same
     on all ranks.
@@ -87,9 +91,12 @@ class PromptGraphs:
         buckets: Buckets,
         *,
         reads: BatchReads,
+        states: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Allocate the buffers. `reads` are the optional inputs that the model reads."""
         self._model, self._cache, self._device, self._buckets = model, cache, device, buckets
+        self._states_of = states
+        self.states: Tensor | None = None  # [T, S] of the last replay's tokens, valid until the next replay
         self._captured: dict[int, _Captured] = {}
         self._waiting: list[int] = []  # sizes that steps needed; the last one is captured next
         self._num_missed = 0
@@ -120,6 +127,7 @@ class PromptGraphs:
             graph.replay()
             call.out[:num_tokens].copy_(call.attend([each[:num_tokens] for each in call.inputs], batch))
         captured.graphs[-1].replay()
+        self.states = None if captured.states is None else captured.states[:num_tokens]
         return captured.hidden[:num_tokens]
 
     def is_waiting(self) -> bool:
@@ -154,8 +162,8 @@ class PromptGraphs:
             self._pad(0)
             self._run(size, [], lambda: None)  # compiles and loads kernels, which cannot be done during a capture
             calls: list[_Call] = []
-            graphs, hidden = self._device.capture_parts(lambda divide: self._run(size, calls, divide))
-            self._captured[size] = _Captured(graphs, tuple(calls), hidden)
+            graphs, results = self._device.capture_parts(lambda divide: self._run(size, calls, divide))
+            self._captured[size] = _Captured(graphs, tuple(calls), *results)
         logger.info("Captured %d CUDA graphs for prompts of up to %d tokens.", len(graphs), size)
         return bool(self._waiting)
 
@@ -164,7 +172,9 @@ class PromptGraphs:
         attention = batch.attention
         if not self._largest or attention.replans is not None:  # `replans`: another runner captures it
             return None
-        if batch.media_levels or batch.adapted or attention.repeated is not None or batch.states is not None:
+        if batch.media_levels or batch.adapted or attention.repeated is not None:
+            return None
+        if (batch.states is None) != (self._batch.states is None):
             return None
         return self._buckets.take(batch.num_tokens)
 
@@ -193,8 +203,8 @@ class PromptGraphs:
                 each.first(self._num_real, num_tokens).fill_(each.padding)
             self._num_real = num_tokens
 
-    def _run(self, size: int, calls: list[_Call], divide: Callable[[], None]) -> Tensor:
-        """Run the model for the first `size` tokens of the buffers.
+    def _run(self, size: int, calls: list[_Call], divide: Callable[[], None]) -> tuple[Tensor, Tensor | None]:
+        """Run the model for the first `size` tokens of the buffers. Return the hidden states and a draft head's states.
 
         At each eager call, append to `calls` and call `divide`.
         """
@@ -212,7 +222,8 @@ class PromptGraphs:
             index: _PausingStates(cache, pause) if isinstance(cache, StateCache) else _PausingCache(cache, pause)
             for index, cache in self._cache.items()
         }
-        return self._model(_first_tokens(self._batch, size, caches))
+        hidden = self._model(_first_tokens(self._batch, size, caches))
+        return hidden, None if self._states_of is None else self._states_of(hidden)
 
     def _buffer(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a buffer of this shape; the first dimension is tokens. Allocates it at the first call."""
@@ -273,6 +284,10 @@ class PromptGraphs:
             shape, wide = (size, reads.media_size), torch.float32
             vectors = buffer(lambda batch: batch.input_embeds, *shape, dtype=wide, by_row=True)
             mask = buffer(lambda batch: batch.embeds_mask, dtype=torch.bool)
+        states = None
+        if reads.state_size:
+            shape, dtype = (size, reads.state_size), reads.state_dtype
+            states = buffer(lambda batch: batch.states, *shape, dtype=dtype, by_row=True)
         return inputs, ForwardBatch(
             token_ids=buffer(lambda batch: batch.token_ids),
             positions=buffer(lambda batch: batch.positions),
@@ -284,6 +299,7 @@ class PromptGraphs:
             position_axes=axes,
             input_embeds=vectors,
             embeds_mask=mask,
+            states=states,
             in_graph=True,
         )
 
@@ -405,4 +421,6 @@ def _first_tokens(buffers: ForwardBatch, size: int, caches: Mapping[int, LayerCa
         position_axes=None if axes is None else axes[:, :size],
         input_embeds=None if vectors is None else vectors[:size],
         embeds_mask=None if mask is None else mask[:size],
+        # A copy, because a draft head overwrites it: in padding tokens, the values would grow with every replay.
+        states=None if buffers.states is None else buffers.states[:size].clone(),
     )

@@ -6,7 +6,6 @@ from ops.backends import ATTENTION
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import GraphPlan
-from runtime.config.resolve.drafts import HEADS
 from runtime.config.resolve.graph_sizes import Buckets, buckets, launch_bound_tokens, prompt_sizes
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
@@ -99,8 +98,6 @@ def _prompt_sizes(
         reason = "--disable-piecewise-cuda-graph is set"
     elif builder.args.offload.cpu_offload_gb or builder.args.offload.offload_group_size > 0:
         reason = "copies of weights from host memory would cross from one graph to the next"
-    elif set(HEADS) & set((builder.args.speculative.speculative_algorithm or "").split(",")):
-        reason = "a draft head reads the inputs of layers, which graphs of prompts do not keep"
     if gpu is None or reason:
         for option in _CAPTURING_PROMPTS:
             if builder.args.changed(option):
