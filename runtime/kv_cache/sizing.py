@@ -25,12 +25,13 @@ class StepMemory:
 
     activation_bytes: int = 0  # activations of the largest step, in bytes
     graph_bytes: int = 0  # memory of all CUDA graphs, in bytes
-    measured: bool = False  # whether a profile run measured the sizes; if not, both are 0
+    table_bytes: int = 0  # tables of the draft model or draft head on a GPU, in bytes
+    measured: bool = False  # whether a profile run measured the sizes; if not, all of them are 0
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the KV cache must leave free."""
-        return int(self.activation_bytes * MARGIN) + self.graph_bytes
+        return int(self.activation_bytes * MARGIN) + self.graph_bytes + self.table_bytes
 
 
 def largest_step_tokens(plan: Plan) -> int:

@@ -19,7 +19,7 @@ from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import NOT_ADAPTED, LMHead
-from runtime.layers.norm import Norm
+from runtime.layers.norm import Norm, RMSNorm
 from runtime.layers.pooler import Pooler
 from runtime.layers.weight import Shard, SubLayer, Weighted, parameter
 from runtime.modeling.config import Config
@@ -68,6 +68,11 @@ class DraftHead(Decoder):
         self.pooler = Pooler()
         self.kernels = build.kernels
         self.cache_specs = collect_specs(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the states. Weights may be quantised, but norms are not."""
+        return next(module.weight.dtype for module in self.modules() if isinstance(module, RMSNorm))
 
     def share(self, target: Decoder) -> None:
         """Use the target's embedding and, if the head has no LM head, the target's LM head. Call this after loading."""

@@ -87,6 +87,13 @@ class DeviceDrafter:
             size = model.hidden_size if self._head is not None else 0
             self._states = torch.zeros(num_sequences, kept, size, dtype=model.dtype, device=where)
 
+    @staticmethod
+    def table_bytes(model: Decoder, num_sequences: int, max_drafts: int) -> int:
+        """Return the number of bytes of the tables of stored tokens and states."""
+        kept = DraftEntries(0, max_drafts, 0).kept
+        state_bytes = model.hidden_size * model.dtype.itemsize if isinstance(model, DraftHead) else 0
+        return num_sequences * (kept * (8 + state_bytes) + 8)
+
     @property
     def graphs(self) -> CudaGraphRunner | None:
         """The drafter's CUDA graphs, or None if there are none."""

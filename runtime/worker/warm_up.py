@@ -23,6 +23,7 @@ from runtime.layers.batch_reads import BatchReads, batch_reads
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder
+from runtime.modeling.draft_head import DraftHead
 from runtime.worker.device import Device
 from runtime.worker.logprobs import CHUNK
 from runtime.worker.memory_profile import profile_batch
@@ -139,3 +140,6 @@ def _run(model: Decoder, step: ForwardBatch, rank_info: RankInfo, max_sampled: i
             model.finish(x, residual)
     if max_sampled and model.head is not None:
         model.logits(hidden[:max_sampled])
+    if isinstance(model, DraftHead) and model.projection is not None:
+        size = model.projection.layout.in_size
+        model.project(torch.zeros(step.num_tokens, size, dtype=model.dtype, device=step.token_ids.device))

@@ -37,6 +37,7 @@ from runtime.kv_cache.registry import KINDS, by_kind, local_specs
 from runtime.kv_cache.sizing import StepMemory
 from runtime.layers.batch_reads import batch_reads
 from runtime.layers.expert_sharing import ExpertSharing
+from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.moe import mixtures
 from runtime.loading.draft_facts import nextn_overrides
 from runtime.loading.loader import load_model
@@ -350,14 +351,20 @@ class ModelWorker:
             num_sequences=plan.scheduler.max_running,
             kinds=kinds,
         )
-        profiles = []
+        profiles, tables, target = [], 0, self._models[TARGET].decoder
+        draft = self._models[DRAFT].decoder if DRAFT in self._models else None
+        head = draft if isinstance(draft, DraftHead) else None
+        if draft is not None:
+            tables = DeviceDrafter.table_bytes(draft, cache.num_sequences, plan.scheduler.max_drafts)
+        if head is not None:
+            self._connect(head, target)
         for name, model in self._models.items():
             if model.ring is not None:
                 model.ring.use(device)
             executor = StepExecutor(
                 model.decoder,
                 self._make_pool(name, cache),
-                model.decoder,
+                model.decoder if head is None else _forward_with_states(model.decoder, head),
                 num_sequences=cache.num_sequences,
                 device=device,
                 sampler=self._make_sampler(model.setup.facts, cache.num_sequences, device),
@@ -368,6 +375,7 @@ class ModelWorker:
         return StepMemory(
             activation_bytes=max(steps.activation_bytes for steps in profiles),
             graph_bytes=sum(steps.graph_bytes for steps in profiles),
+            table_bytes=tables,
             measured=True,
         )
 
@@ -764,10 +772,9 @@ class ModelWorker:
             )
         decoder, num_sequences, most = loaded.decoder, cache.num_sequences, setup.max_drafts
         if isinstance(decoder, DraftHead):
-            self._share_vocabulary(decoder, target if self._vocabulary is None else self._vocabulary, setup.token_map)
+            self._connect(decoder, target)
+            self._limit_vocabulary(decoder, target if self._vocabulary is None else self._vocabulary, setup.token_map)
             self._vocabulary = None
-            if decoder.taps:
-                target.tap(decoder.taps, self.kernels.join)
         sampler = self._make_sampler(loaded.setup.facts, num_sequences, device)
         if not device.is_host:
             is_head = isinstance(decoder, DraftHead)
@@ -778,12 +785,14 @@ class ModelWorker:
         graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, setup.step_prompt_tokens)
         return HostDrafter(decoder, pool, device, sampler, num_sequences, most, graph, setup.topk)
 
-    def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, token_map: str | None) -> None:
-        """Make a draft head use the embedding and LM head of `vocabulary`.
+    def _connect(self, head: DraftHead, target: Decoder) -> None:
+        """Give a draft head the target's embedding and LM head, and make the target keep the states that it reads."""
+        head.share(target if self._vocabulary is None else self._vocabulary)
+        if head.taps:
+            target.tap(head.taps, self.kernels.join)
 
-        With a token map, its LM head has only the rows of the map's tokens.
-        """
-        head.share(vocabulary)
+    def _limit_vocabulary(self, head: DraftHead, vocabulary: Decoder, token_map: str | None) -> None:
+        """If there is a token map, give the draft head an LM head that has only the rows of the map's tokens."""
         if token_map is not None:
             target = self._setup.models[TARGET]
             ids = read_token_map(token_map, head.vocab_size)
@@ -838,8 +847,9 @@ class ModelWorker:
                 logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
             return forward
         reads, prompts = batch_reads(model), None
+        states = _states_of(model) if keeps_states else None
         if graphs.prompt_sizes:
-            prompts = PromptGraphs(model, pool, device, prompts_of(graphs), reads=reads)
+            prompts = PromptGraphs(model, pool, device, prompts_of(graphs), reads=reads, states=states)
         else:
             logger.info("No CUDA graphs of prompts are captured: %s.", graphs.reasons.get("prompt_sizes", ""))
         captured = CudaGraphRunner(
@@ -859,7 +869,7 @@ class ModelWorker:
             )
             if info.world_size == 1 and chooses
             else None,
-            states=_states_of(model) if keeps_states else None,
+            states=states,
             takes_branches=self._setup.takes_branches and chooses,
             collect_garbage=graphs.collect_garbage,
             profile=graphs.profile,
@@ -913,6 +923,23 @@ def _states_of(model: Decoder) -> Callable[[Tensor], Tensor]:
     if isinstance(model, DraftHead):
         return lambda hidden: model.states
     return lambda hidden: states_for_draft_head(hidden, model.tapped, len(hidden))
+
+
+def _forward_with_states(model: Decoder, head: DraftHead) -> Forward:
+    """Return the forward pass of a draft head or its target, with the states that the head reads, to measure memory."""
+    states_of = _states_of(model)
+
+    def forward(batch: ForwardBatch) -> Tensor:
+        if model is head:
+            states = torch.zeros(
+                batch.num_tokens, head.target_state_size, dtype=head.dtype, device=batch.token_ids.device
+            )
+            return model(replace(batch, states=states))
+        hidden = model(batch)
+        head.project(states_of(hidden))
+        return hidden
+
+    return forward
 
 
 def _relaxed(plan: Plan) -> RelaxedAcceptance | None:

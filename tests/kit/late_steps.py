@@ -67,15 +67,24 @@ def _attend_tokens(
     # [T, K, W * page, D]
     keys, values = (pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool))
     queries = q.unflatten(1, (keys.shape[1], -1))  # [T, K, G, D]
-    scores = queries @ keys.transpose(2, 3) * options.scale
-    unseen = torch.arange(keys.shape[2]) > starts[:, None, None, None]
-    return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).flatten(1, 2)
+    scores = queries @ keys.transpose(2, 3) * options.scale  # [T, K, G, W * page]
+    if options.soft_cap is not None:
+        scores = (scores / options.soft_cap).tanh() * options.soft_cap
+    places, positions = torch.arange(keys.shape[2]), starts[:, None, None, None]
+    unseen = places > positions
+    if options.window is not None:
+        window = native.Window(options.window, options.chunked)
+        unseen = unseen | window.hides(places, positions)
+    if options.sinks is None:
+        return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).flatten(1, 2)
+    sinks = options.sinks.view(1, keys.shape[1], -1, 1).expand(len(q), -1, -1, 1)
+    shares = torch.cat([scores.masked_fill(unseen, -torch.inf), sinks.to(scores.dtype)], -1).softmax(-1)[..., :-1]
+    return (shares @ values).flatten(1, 2)
 
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, options: AttentionOptions) -> Tensor:
     """Attend without reading the starts of rows on the host, as graphs and unknown starts require."""
-    others = (options.window, options.soft_cap, options.sinks, options.slopes)
-    if inputs.mutual_spans or any(other is not None for other in others):
+    if inputs.mutual_spans or options.slopes is not None:
         return _hybrid(q, k_pool, v_pool, inputs, options)
     return _attend_tokens(q, k_pool, v_pool, inputs, options)
 
@@ -93,7 +102,7 @@ def choose(
     if masks is not None:
         sampling.apply_bitmask(logits, *masks)
     peak, likeliest = logits.max(-1)
-    drawn, _ = sampling._draw_ranked(logits, peak, arrays, VOCAB_SIZE)
+    drawn, _ = sampling._draw_ranked(logits, peak, arrays, logits.shape[1])
     return torch.where(arrays.greedy, likeliest, drawn), peak.isfinite()
 
 
@@ -247,19 +256,26 @@ class Steps:
 
         With `prompt_sizes`, steps with prompts have graphs too.
         """
-        if prompt_sizes:
-            reads = options.get("reads", NOTHING_MORE)
-            options["prompts"] = PromptGraphs(self.forward, self.pool, self.device, Buckets(prompt_sizes), reads=reads)
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice(self.family)} | options
         options.setdefault("takes_branches", self.takes_branches)
         if self.drafter is not None and self.drafter.reads_states:
             options["states"] = _states_of(model(self.family))
+        if prompt_sizes:
+            more = {"reads": options.get("reads", NOTHING_MORE), "states": options.get("states")}
+            options["prompts"] = PromptGraphs(self.forward, self.pool, self.device, Buckets(prompt_sizes), **more)
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
         return graphs
 
-    def use_draft_model(self, draft: Decoder, sizes: tuple[int, ...] = (), topk: int = 1) -> None:
+    def use_draft_model(
+        self, draft: Decoder, sizes: tuple[int, ...] = (), prompt_sizes: tuple[int, ...] = (), topk: int = 1
+    ) -> None:
         """Let this model propose tokens, on a late device with graphs of these sizes. Call it before `use_graphs`."""
+        if isinstance(draft, DraftHead):
+            target = model(self.family)
+            target._taps, target.tapped = None, ()  # those of another head
+            if draft.taps:
+                target.tap(draft.taps, kernels().join)
         pool = KVPool(
             collect_specs(draft),
             self.pool.num_pages,
@@ -269,15 +285,18 @@ class Steps:
             num_host_pages=self._num_host_pages,
         )
         forward: Forward = draft
+        reads, states = batch_reads(draft), _states_of(draft) if isinstance(draft, DraftHead) else None
         if sizes:
+            prompts = PromptGraphs(draft, pool, self.device, Buckets(prompt_sizes), reads=reads, states=states)
             forward = CudaGraphRunner(
                 draft,
                 pool,
                 self.device,
                 Buckets(sizes),
                 max_pages=CONTEXT // PAGE_SIZE,
-                reads=batch_reads(draft),
-                states=_states_of(draft) if isinstance(draft, DraftHead) else None,
+                reads=reads,
+                prompts=prompts if prompt_sizes else None,
+                states=states,
             )
         sampler = Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose)
         if self.device.is_host:
@@ -380,7 +399,7 @@ def outputs(
     steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
     steps.takes_branches = topk > 1
     if draft_model is not None:
-        steps.use_draft_model(draft_model, sizes, topk)
+        steps.use_draft_model(draft_model, sizes, prompt_sizes, topk)
     graphs = steps.use_graphs(Buckets(sizes), prompt_sizes) if sizes else None
     if change is not None:
         change(steps)

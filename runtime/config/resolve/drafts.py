@@ -187,8 +187,6 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
         return "on GPUs, attention groups (--enable-dp-attention) take no draft models yet; use NGRAM"
     if gpu is not None and facts.recurrent:
         return "on a GPU, the states of recurrent layers cannot take back a draft model's tokens; use NGRAM"
-    if gpu is not None and model in HEADS:
-        return "draft heads run on CPUs only so far; use STANDALONE or NGRAM"
     if model in HEADS and builder.args.graphs.enable_torch_compile:
         return "a compiled forward (--enable-torch-compile) does not return the hidden states that draft heads read"
     return None

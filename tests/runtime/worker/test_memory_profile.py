@@ -2,20 +2,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 import fake_core
+import late_heads
 import late_steps
-from runtime.config.plan import GraphPlan, Plan
+import pretended_gpu
+from fake_device import LateDevice
+from runtime.config.plan import DraftPlan, GraphPlan, Plan
 from runtime.errors import ConfigurationError
 from runtime.kv_cache.sizing import StepMemory
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.worker import worker as worker_module
 from runtime.worker.device import CpuDevice, MemoryUse
 from runtime.worker.memory_profile import GRAPH_BYTES, profile_memory
 from runtime.worker.sampler import Sampler
+from runtime.worker.worker import DRAFT, TARGET, CacheSetup, ModelSetup, ModelWorker, WorkerSetup
 
 TOKEN_BYTES = 1000
 
@@ -84,6 +90,36 @@ def test_graphs_of_prompts_take_what_the_largest_step_with_a_graph_computes_with
 def test_step_that_does_not_fit_is_refused_before_anything_is_served(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigurationError, match="step of 100 tokens .* --chunked-prefill-size"):
         profiled(Metered(room=99), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE3", "NEXTN"])
+def test_a_draft_head_is_measured_with_the_states_that_it_reads(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """The drafter's tables are as large as the profile run says."""
+    family = "qwen3" if kind == "EAGLE3" else "glm4_moe"
+    monkeypatch.setattr(worker_module, "open_device", lambda _: LateDevice(Random(0), haste=1))
+    monkeypatch.setattr(worker_module, "_select", lambda *_, **__: (pretended_gpu.kernels(), False))
+    setups = {
+        TARGET: ModelSetup(late_steps.facts(family), late_steps.model_plan(family)),
+        DRAFT: ModelSetup(*late_heads.facts_and_plan(kind, family)),
+    }
+    given = fake_core.make_plan()
+    plan = replace(
+        given,
+        model=replace(given.model, context_length=late_steps.CONTEXT),
+        scheduler=replace(given.scheduler, max_running=6, max_drafts=4, max_model_drafts=4),
+        cache=replace(given.cache, page_size=4, kv_dtype="float32"),
+        graphs=GraphPlan(sizes=(2,), prompt_sizes=(8,)),
+        draft=DraftPlan(algorithm=kind),
+    )
+    worker = ModelWorker(WorkerSetup.of(plan, setups, 0, 0))
+    steps = worker.profile_memory(plan)
+    assert steps.measured
+    worker.join(CacheSetup(num_pages=12, page_size=4, kv_dtype="float32", num_sequences=6), None)
+    drafter: Any = worker.lead(plan, TARGET)._drafter
+    tables = [drafter._states, drafter._ids, drafter._last_tokens]
+    assert steps.table_bytes == sum(each.nbytes for each in tables)
+    assert steps.reserved_bytes > steps.table_bytes
+    assert drafter.graphs.num_waiting == 1
 
 
 def test_rows_choose_in_the_way_that_takes_most(monkeypatch: pytest.MonkeyPatch):
