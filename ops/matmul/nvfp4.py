@@ -72,7 +72,7 @@ def round_rows(x: Tensor, factor: Tensor | float) -> Rounded:
 
 def to_e2m1(numbers: Tensor) -> Tensor:
     """Return the codes (uint8) of the nearest numbers of e2m1. Larger magnitudes than 6 become 6."""
-    magnitudes, device = numbers.abs(), numbers.device
+    magnitudes, device = numbers.abs().contiguous(), numbers.device
     codes = torch.bucketize(magnitudes, torch.tensor(DOWN, device=device))
     codes += torch.bucketize(magnitudes, torch.tensor(UP, device=device), right=True)
     return (codes + 8 * numbers.signbit()).to(torch.uint8)

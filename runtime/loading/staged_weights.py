@@ -23,6 +23,7 @@ from runtime.layers.moe import KeptExperts
 from runtime.layers.quantization.grouped import KeptGroups
 from runtime.layers.quantization.method import Unquantized
 from runtime.layers.weight import Shard, Weighted, frozen
+from runtime.loading.formats import mxfp4
 from runtime.loading.formats.stored import QuantizedTensors
 from runtime.loading.loader import IGNORED, IGNORED_IF_TIED, tensor_name
 from runtime.loading.memory_tensors import MemoryTensors
@@ -115,11 +116,12 @@ class StagedWeights:
         return staged
 
     def _stage(self, tensors: Mapping[str, Tensor], coming: Set[str], *, merge: bool, final: bool) -> Staged:
+        in_mxfp4 = self._facts.quantization == "mxfp4"  # trainers have gpt-oss's experts in 16 bits
         for stored, tensor in tensors.items():
             name = tensor_name(self._facts, stored)
             if name is None or IGNORED.fullmatch(name) or self._is_tied_head(name) or self._skips_scale(name):
                 continue
-            self._pending[name] = tensor.detach()
+            self._pending |= mxfp4.rounded(name, tensor.detach()) if in_mxfp4 else {name: tensor.detach()}
         quantized, self._is_complete = self._facts.quantization is not None, False
         if quantized and not (merge or final):
             return Staged([], [])

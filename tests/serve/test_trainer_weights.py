@@ -11,12 +11,14 @@ import base64
 import json
 import pickle
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import lora_adapters
 import quantized_checkpoints
@@ -301,6 +303,33 @@ async def test_quantised_checkpoints_take_quantised_tensors(form: str, tmp_path:
             async with engine.updating(partial=True) as update:
                 await update.load({name: tensor for name, tensor in tensors.items() if "scale" not in name})
         assert await state(engine) == await fresh_state(old)
+
+
+async def test_experts_in_mxfp4_take_fused_tensors_in_16_bits(tmp_path: Path) -> None:
+    """A trainer of gpt-oss has the experts in bfloat16. They are rounded to the checkpoint's format."""
+    paths = []
+    for seed in (0, 1):
+        (target := tmp_path / str(seed)).mkdir()
+        source = Path(tiny_checkpoints.cached("gpt_oss", seed=seed, hidden_size=64, intermediate_size=64))
+        for file in source.glob("*.json"):
+            shutil.copy(file, target)
+        quantized_checkpoints.write_mxfp4(source, target)
+        paths.append(str(target))
+    old, new = paths
+    sent = dict(trainer_process.tensors_of(new))
+    for name in [name.removesuffix("_blocks") for name in sent if name.endswith("_blocks")]:
+        packed = sent.pop(f"{name}_blocks"), sent.pop(f"{name}_scales")
+        sent[name] = convert_moe_packed_tensors(*packed, dtype=torch.bfloat16)
+    async with Engine(old, **PLAIN) as engine:
+        before = await state(engine)
+        async with engine.updating() as update:
+            for name, tensor in sent.items():
+                await update.load({name: tensor})
+        assert await state(engine) == await fresh_state(new) != before
+        name = next(name for name in sent if name.endswith("experts.down_proj"))
+        with pytest.raises(CheckpointError, match=f"{name} has values that are not finite"):
+            await engine.update_weights_from_tensor({name: sent[name] * torch.inf})
+        assert await state(engine) == await fresh_state(new)
 
 
 async def fail_inside(engine: Engine, tensors: dict[str, torch.Tensor]) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
+from ops.matmul.nvfp4 import LARGEST, to_e2m1
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.loading.formats.bits import look_up, nibbles, power_of_two
@@ -28,6 +30,7 @@ PROJECTIONS = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down_proj": {"down_proj": slice(None)},
 }
+BIAS, SMALLEST_EXPONENT, LARGEST_EXPONENT = 127, -127, 127  # of stored exponents
 FORM = GroupForm(32, table=E2M1, shifted=False, powers=True)
 
 
@@ -38,6 +41,33 @@ def derive(stored: Stored, fields: Fields) -> Derived:
         if name.endswith("_blocks"):
             _add(derived, stored, name.removesuffix("_blocks"))
     return derived
+
+
+def rounded(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Round a tensor of all experts, as trainers send it, to the two tensors of the format: NAME_blocks, NAME_scales.
+
+    `tensor` is NAME.gate_up_proj or NAME.down_proj, [X, I, O]. A group's exponent is the smallest one with which no
+    number exceeds 6, and numbers are rounded to the nearest, halves to even. Numbers that are in MXFP4 already keep
+    their values. Other tensors are returned unchanged. Raises CheckpointError for values that are not finite.
+    """
+    is_experts = name.endswith(tuple(f".experts.{last}" for last in PROJECTIONS))
+    if not is_experts or not tensor.is_floating_point() or tensor.dim() != 3 or tensor.shape[1] % FORM.group:
+        return {name: tensor}
+    experts = [_rounded_expert(name, each) for each in tensor]
+    blocks, scales = (torch.stack(parts) for parts in zip(*experts, strict=True))
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def _rounded_expert(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return blocks [O, I / 32, 16] and scales [O, I / 32] of one expert's tensor [I, O]."""
+    groups = tensor.t().float().unflatten(1, (-1, FORM.group))
+    largest = groups.abs().amax(-1)
+    if not bool(largest.isfinite().all()):
+        raise CheckpointError(f"{name} has values that are not finite.")
+    mantissas, exponents = torch.frexp(largest / LARGEST)
+    exponents = (exponents - (mantissas == 0.5).int()).clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT)
+    codes = to_e2m1(torch.ldexp(groups, -exponents.unsqueeze(-1)))
+    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + BIAS).to(torch.uint8)
 
 
 def _add(derived: Derived, stored: Stored, name: str) -> None:
