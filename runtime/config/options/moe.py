@@ -48,7 +48,8 @@ class MoeArgs:
         built=("auto", *EXPERTS),
         needs={
             "triton_kernel": "the triton_kernels package and an NVIDIA GPU",
-            **{name: _FLASHINFER for name in _MOE_RUNNER_BACKENDS[3:] if name not in EXPERTS},
+            "flashinfer_cutedsl": "NVIDIA's CuTe DSL, which compiles kernels while requests are served, and an NVIDIA "
+            "Blackwell GPU; use flashinfer_trtllm",
         },
     )
     flashinfer_mxfp4_moe_precision: str = option(

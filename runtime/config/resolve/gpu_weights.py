@@ -30,6 +30,12 @@ def experts_on_gpu(
             f"--flashinfer-mxfp4-moe-precision {precision} has an effect with --moe-runner-backend "
             f"{' or '.join(PRECISE)} only, which is {asked}.",
         )
+    elif precision != "default" and facts.config and _format(builder, facts) != "MXFP4":
+        builder.refuse(
+            option,
+            f"--flashinfer-mxfp4-moe-precision {precision} has an effect with experts in MXFP4 only, which this model "
+            "does not have; leave it out.",
+        )
     if asked not in EXPERTS:
         return otherwise
     backend = EXPERTS[asked]

@@ -133,7 +133,7 @@ class QuantizedTensors:
             self.shapes[f"{name}.codes"] = (out_size, in_size)
             for part in PARTS[1 : 2 + form.shifted]:
                 self.shapes[f"{name}.{part}"] = (out_size, in_size // form.group)
-            if form.input_scaled:
+            if form.input_scaled and name in self._derived.input_scales:  # in an update, it may not have arrived yet
                 self.shapes[f"{name}.{INPUT_SCALE}"] = (1,)
 
     def check_unquantized(self, needed: Iterable[str]) -> None:

@@ -325,6 +325,9 @@ def test_experts_by_flashinfer_are_used_or_refused(
 def test_the_precision_of_inputs_needs_kernels_that_have_one() -> None:
     _, _, refusals = decided(H200, flashinfer_mxfp4_moe_precision="bf16")
     assert "flashinfer_mxfp4 or flashinfer_trtllm only, which is auto" in refusals["flashinfer_mxfp4_moe_precision"]
+    args = Args.of(model_path="/m", moe_runner_backend="flashinfer_trtllm", flashinfer_mxfp4_moe_precision="bf16")
+    _, builder = decide(args, Machine.named("b200"), replace(ANY_MODEL, **NVFP4))
+    assert "with experts in MXFP4 only" in builder.refusals["flashinfer_mxfp4_moe_precision"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import paged_forward
 import quantized_checkpoints
 import recorded_flashinfer
+import tiny_checkpoints
 from ops.matmul import nvfp4
 from ops.matmul.fused_weight import FusedWeight
 from ops.matmul.grouped import GroupedWeight
@@ -23,6 +24,7 @@ from runtime.errors import CheckpointError
 from runtime.layers.moe import mixtures
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
+from runtime.loading.staged_weights import StagedWeights
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo
 
@@ -105,6 +107,25 @@ def test_ranks_share_the_scales_of_inputs(tmp_path: Path) -> None:
         part._summed_over = None
         total += part(x, batch).float()
     torch.testing.assert_close(total, whole.float(), rtol=0, atol=0.02 * whole.abs().max().item())
+
+
+def test_new_weights_bring_new_scales_of_inputs(tmp_path: Path) -> None:
+    paths = []
+    for seed in (0, 1):
+        source = Path(tiny_checkpoints.cached("qwen3_moe", seed=seed, **quantized_checkpoints.MOE_SHAPE))
+        paths.append(quantized_checkpoints.convert(source, tmp_path / str(seed), "modelopt", kind="nvfp4")[0])
+    old, new = (loaded(path, kernels()) for path in paths)
+    facts, plan = read_facts(paths[0]), paged_forward.plan_for(paths[0], dtype="bfloat16")
+    staged = StagedWeights(old, facts, plan, fixed=True, scaled_cache=False)
+    tensors = load_file(Path(paths[1]) / "model.safetensors")
+    later = {name: tensors.pop(name) for name in list(tensors) if name.endswith("input_scale")}
+    assert staged.stage(tensors, merge=True, final=False).waiting
+    found = staged.stage(later, merge=True, final=True)
+    assert (found.unknown, found.waiting) == ([], [])
+    staged.commit()
+    for (name, ours), (_, theirs) in zip(old.named_parameters(), new.named_parameters(), strict=True):
+        pairs = zip(getattr(ours, "parts", (ours,)), getattr(theirs, "parts", (theirs,)), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs), name
 
 
 @pytest.mark.parametrize("change", ["missing", "zero"])
