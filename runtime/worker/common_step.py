@@ -15,13 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ops.sampling.native import to_device
 from runtime.batch import Batch, Ints, StepOutput, StepShare
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
+from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.cpu_graph import NO_POSITIONS
 from runtime.worker.device import Read
+from runtime.worker.device_drafter import with_drafts
 from runtime.worker.drafts import Verified, accept_limits, proposed_ids, with_exact_starts, with_proposed_ids
 from runtime.worker.logprobs import CHUNK, ScoredPrompts
 from runtime.worker.model_runner import StepExecutor
@@ -72,6 +75,7 @@ class CommonStep:
         with self._executor.enqueueing():
             own, _ = self.propose(batch, shares)
             computed, verified = self.compute(own, shares), None
+            self.share_drafts(own, computed, shares)
             needed = computed.needed
             self.logits(needed.sampled, [share.sampled for share in shares])
             num_sampled = sum(share.sampled for share in shares)
@@ -90,11 +94,12 @@ class CommonStep:
         """Propose the draft tokens of this rank's group.
 
         Return the group's batch with them (None if the group is idle), and on rank 0 the proposed ids of each group.
-        All ranks must call this method at the same time.
+        On a GPU, the draft tokens are proposed later, and `share_drafts` sends them. All ranks must call this method at
+        the same time.
         """
         own = None if batch is None else _Own(*self._executor.propose(batch))
         counts = [share.drafted for share in shares]
-        if not any(counts) or self._tp.rank:
+        if not any(counts) or self._tp.rank or not self._executor.device.is_host:
             return own, ()
         ids = NO_POSITIONS if own is None or batch is None else proposed_ids(batch, own.batch)
         parts = self._groups.gather(torch.from_numpy(ids), counts)
@@ -107,6 +112,17 @@ class CommonStep:
         share = StepShare() if own is None else shares[self._group]
         needed = _Needed(*hidden[inputs.requested].split([share.sampled, share.embedded, share.scored]))
         return _Computed(inputs, hidden, needed)
+
+    def share_drafts(self, own: _Own | None, computed: _Computed, shares: Sequence[StepShare]) -> list[Tensor] | None:
+        """On a GPU, return on rank 0 the proposed ids of each group, int64 [n], or None if there are none.
+
+        All ranks must call this method at the same time.
+        """
+        counts = [share.drafted for share in shares]
+        if not any(counts) or self._tp.rank or self._executor.device.is_host:
+            return None
+        ids = computed.inputs.forward.token_ids
+        return self._groups.gather(ids[:0] if own is None else ids[draft_places(own.batch, ids.device)], counts)
 
     def observe(self, own: _Own | None, computed: _Computed, verified: Verified | None) -> None:
         """Give the group's draft model or head the results of the step (see `StepExecutor.observe`)."""
@@ -185,10 +201,14 @@ class CommonStepLeader:
             own, ids = step.propose(batches[0], shares)
             batches = [None if own is None else own.batch, *batches[1:]]
             for group, (end, batch, share) in enumerate(zip(self._ends, batches, shares, strict=True)):
-                if group and batch is not None and share.drafted:
+                if group and batch is not None and share.drafted and ids:
                     batches[group] = batch = with_proposed_ids(batch, ids[group])
                 end.stage(batch)
             computed = step.compute(own, shares)
+            drafts = step.share_drafts(own, computed, shares)
+            if drafts is not None:
+                for end, batch, found in zip(self._ends, batches, drafts, strict=True):
+                    end.take_drafts(batch, found)
             needed, verified = computed.needed, None
             logits = step.logits(needed.sampled, [share.sampled for share in shares])
             sampled: list[Sampled | None] = [None for _ in batches]
@@ -258,6 +278,7 @@ class _GroupEnd:
         self._staging = Staging(executor.device)
         self._is_host = executor.device.is_host
         self._staged = Staged({}, {})
+        self._token_ids: Tensor | None = None  # on a GPU: the proposed ids at their places in the step, int64 [T]
         # Last tokens and lengths by sequence index. The ranks of a group have them, and rank 0 has a copy for every
         # other group, to verify draft tokens.
         tables = (executor.last_tokens, executor.lengths)
@@ -269,9 +290,17 @@ class _GroupEnd:
 
     def stage(self, batch: Batch | None) -> None:
         """Copy the sampling parameters to the device before the forward pass. The batch must have its draft tokens."""
+        self._token_ids = None
         if batch is not None:
             arrays = self.sampler.arrays(batch)
             self._staged = Staged(arrays, self._staging.copy(arrays))
+
+    def take_drafts(self, batch: Batch | None, ids: Tensor) -> None:
+        """On a GPU, use these ids [n] in place of `DRAFT` from now on, in the arrays of this step."""
+        if batch is not None and len(ids):
+            self._token_ids = ids.new_zeros(len(batch.token_ids))
+            self._token_ids[draft_places(batch, ids.device)] = ids
+            self._staged = self._staged._replace(on_device=with_drafts(self._staged.on_device, self._token_ids))
 
     def sample(self, logits: Tensor, batch: Batch | None) -> Sampled | None:
         """Sample the batch's tokens from its logits [N, V]."""
@@ -287,6 +316,8 @@ class _GroupEnd:
         of_drafts = {name: tensor.numpy() for name, tensor in (samples.drafts or {}).items()}
         on_device = self._staging.copy(arrays | of_drafts)
         drafts = None if samples.drafts is None else {name: on_device[name] for name in of_drafts}
+        if drafts is not None and self._token_ids is not None:
+            drafts = with_drafts(drafts, self._token_ids)
         samples = samples._replace(sequences=on_device.get("sequences"), drafts=drafts)
         return samples.keep(ids, self._last_tokens, self._lengths, limits)
 
@@ -303,6 +334,11 @@ class _GroupEnd:
             return part
 
         return self.sampler.score_prompts(nothing, next_logits, batch.prompt_logprobs, self._staged)
+
+
+def draft_places(batch: Batch, device: torch.device) -> Tensor:
+    """Return the indices of `DRAFT` in the batch's token ids, int64 [n]."""
+    return to_device(torch.from_numpy(np.flatnonzero(batch.token_ids == DRAFT)), device)
 
 
 def _only(group: int, count: int, num_groups: int) -> list[int]:

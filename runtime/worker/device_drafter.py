@@ -292,17 +292,18 @@ def _without_branches(batch: Batch, inputs: StepInputs) -> tuple[Batch, StepInpu
 
 def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
     """Return a step's inputs with the token ids int64 [T], also in place of DRAFT in the arrays of draft tokens."""
-
-    def filled(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(arrays)
-        for ids, places in PLACES.items():
-            if places in found:
-                found[ids] = torch.where(found[ids] == DRAFT, token_ids[found[places]], found[ids])
-        return found
-
     samples, more = inputs.samples, inputs.samples.more
     samples = samples._replace(
-        drafts=None if samples.drafts is None else filled(samples.drafts),
-        more=more._replace(on_device=filled(more.on_device)),
+        drafts=None if samples.drafts is None else with_drafts(samples.drafts, token_ids),
+        more=more._replace(on_device=with_drafts(more.on_device, token_ids)),
     )
     return inputs._replace(forward=replace(inputs.forward, token_ids=token_ids), samples=samples)
+
+
+def with_drafts(arrays: Mapping[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+    """Return a step's arrays by name, with ids from `token_ids` int64 [T] in place of DRAFT."""
+    found = dict(arrays)
+    for ids, places in PLACES.items():
+        if places in found:
+            found[ids] = torch.where(found[ids] == DRAFT, token_ids[found[places]], found[ids])
+    return found

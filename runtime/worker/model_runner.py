@@ -446,9 +446,11 @@ class StepExecutor:
     def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states [T, E] of a batch in a common step. `batch` is the first result of `propose`.
 
-        Return the inputs and the states.
+        Return the inputs and the states. On a GPU, this proposes the draft tokens, so that the host need not know them.
         """
         inputs = self._prepare(batch, self.last_tokens)
+        if batch.number >= 0:  # not the batch of an idle group
+            inputs = self._with_proposals(batch, inputs)
         hidden = self._forward(replace(inputs.forward, group_tokens=group_tokens))
         self._note_experts(batch, num_tokens=sum(group_tokens))
         return inputs, hidden

@@ -294,7 +294,12 @@ async def test_a_heads_vocabulary_follows_the_weights_of_two_ranks(
         ("NEXTN deepseek_v3", "disk", {}),
         ("NEXTN mimo", "tensors", {"speculative_token_map": "frequent.json"}),
         pytest.param("NEXTN qwen3_next", "disk", {"speculative_token_map": "frequent.json"}, marks=pytest.mark.slow),
-        pytest.param("NEXTN glm4_moe", "tensors", {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "NEXTN glm4_moe",
+            "tensors",
+            {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "EAGLE llama", "disk", {"tp_size": 2, "speculative_token_map": "frequent.json"}, marks=pytest.mark.slow
         ),

@@ -178,13 +178,10 @@ def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dic
 
 def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, model: str | None) -> str | None:
     """Return the reason why there cannot be draft tokens, or None if there can be."""
-    parallel = builder.args.parallel
     if facts.is_encoder:
         return f"{facts.architecture} generates no tokens"
     if model is None:
         return None
-    if gpu is not None and parallel.enable_dp_attention:
-        return "on GPUs, attention groups (--enable-dp-attention) take no draft models yet; use NGRAM"
     if gpu is not None and facts.recurrent:
         return "on a GPU, the states of recurrent layers cannot take back a draft model's tokens; use NGRAM"
     if model in HEADS and builder.args.graphs.enable_torch_compile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -18,19 +19,28 @@ import fake_core
 import late_steps
 from fake_device import ReplayingDevice
 from late_steps import MAX_DRAFTS, PAGE_SIZE
-from runtime.batch import Batch, StepOutput
+from runtime.batch import Batch, StepOutput, StepShare
 from runtime.config.plan import DraftPlan, GraphPlan, KernelPlan, ParallelPlan, Plan
-from runtime.distributed.group_runner import decode_batch, encode_batch
-from runtime.distributed.link import HEAD, decode
-from runtime.mesh.rank_info import RankInfo
+from runtime.distributed.group_runner import decode_batch, decode_share, encode_batch, encode_share
+from runtime.distributed.link import HEAD, Frame, decode
 from runtime.mesh.rendezvous import Rendezvous
 from runtime.worker import worker as worker_module
 from runtime.worker.device import Read
 from runtime.worker.model_runner import StepExecutor
-from runtime.worker.worker import DRAFT, TARGET, CacheSetup, DrafterSetup, ModelSetup, ModelWorker, WorkerSetup
+from runtime.worker.worker import (
+    DRAFT,
+    TARGET,
+    CacheSetup,
+    DrafterSetup,
+    ModelSetup,
+    ModelWorker,
+    WorkerSetup,
+    rank_info,
+)
 
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * i) for i in range(9)]
 CACHE = CacheSetup(num_pages=24, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
+GROUPS = {"tp_size": 2, "dp_size": 2, "dp_attention": True}
 TIMEOUT_S = 60.0
 STEP_TOKENS = 70  # more than the context
 
@@ -47,14 +57,14 @@ class Ranks:
     graph_runners = ()  # several ranks capture their graphs at the start
 
     def __init__(self, folder: Path, draft: ModelSetup, plan: Plan, sizes: tuple[int, ...]) -> None:
-        size = plan.parallel.tp_size, plan.parallel.pp_size
+        parallel = plan.parallel
         served = ModelSetup(late_steps.facts(), late_steps.model_plan())
         drafts = plan.scheduler.max_drafts
         self.workers = [
             ModelWorker(
                 WorkerSetup(
-                    rank_info=RankInfo(rank=rank, tp_size=size[0], pp_size=size[1]),
-                    models={TARGET: served} if rank else {TARGET: served, DRAFT: draft},
+                    rank_info=rank_info(plan, rank),
+                    models={TARGET: served, DRAFT: draft} if rank_info(plan, rank).drafts else {TARGET: served},
                     kernels=KernelPlan(),
                     graphs=GraphPlan(sizes=sizes),
                     step_tokens=STEP_TOKENS,
@@ -71,7 +81,8 @@ class Ranks:
         self._together(*[lambda worker=worker: worker.join(CACHE, rendezvous) for worker in self.workers])
         first, second = self.workers
         self.first: StepExecutor
-        self.first, self._second = self._together(lambda: first.lead(plan, TARGET), lambda: second.follow(TARGET))
+        self.first, self.second = self._together(lambda: first.lead(plan, TARGET), lambda: second.follow(TARGET))
+        self._has_groups = parallel.dp_attention
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +94,9 @@ class Ranks:
 
     def run(self, batch: Batch) -> Read[StepOutput]:
         """Compute a step on both ranks. The second one gets the batch as a worker process would."""
-        content = encode_batch(batch)
-        there = decode_batch(decode(bytearray(content[HEAD.size :]), HEAD.unpack_from(content)[1]))
+        if self._has_groups:
+            return self._run_groups(batch)
+        there = decode_batch(received(encode_batch(batch)))
 
         def lead() -> Read[StepOutput]:
             if not self.first.pipelined:
@@ -94,15 +106,35 @@ class Ranks:
 
         def follow() -> None:
             if self.first.pipelined:
-                self._second.relay(there)
+                self.second.relay(there)
             else:
-                self._second.begin(there)
-                self._second.follow()
+                self.second.begin(there)
+                self.second.follow()
 
         return self._together(lead, follow)[0]
 
+    def _run_groups(self, batch: Batch) -> Read[StepOutput]:
+        """Compute the batch in both attention groups. Every third step is done group by group, beside an idle one."""
+        steps = [[batch, None], [None, batch]] if batch.number % 3 == 0 else [[batch, batch]]
+        outputs = list[StepOutput]()
+        for batches in steps:
+            shares = [StepShare.of(each) for each in batches]
+            there, same = decode_share(received(encode_share(batches[1], shares)))
+            assert same == shares
+            leader, follower = self.workers[0].common_leader, self.workers[1].common_step
+            assert leader is not None
+            assert follower is not None
+            read, _ = self._together(partial(leader.run, batches), partial(follower.take_part, there, shares))
+            outputs += [output for output in read() if output is not None]
+        assert [output.tokens for output in outputs[1:]] == [outputs[0].tokens]
+        return lambda: outputs[-1]
+
     def _together(self, *works: Callable[[], Any]) -> list[Any]:
         return [future.result(TIMEOUT_S) for future in [self._pool.submit(work) for work in works]]
+
+
+def received(content: bytes) -> Frame:
+    return decode(bytearray(content[HEAD.size :]), HEAD.unpack_from(content)[1])
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +175,8 @@ def plan_of(kind: str, ranks: dict[str, Any]) -> Plan:
         ("same", {"pp_size": 2}, (), 0),
         ("EAGLE", {"tp_size": 2}, (4, 8, 24), 2),
         ("EAGLE", {"pp_size": 2}, (), 0),
+        ("same", GROUPS, (), 2),
+        ("EAGLE", GROUPS, (), 1),
     ],
     ids=str,
 )
@@ -164,7 +198,7 @@ def test_all_ranks_verify_the_drafts_of_the_first(
             change=change,
         )
         assert found == expected
-        lengths = [executor.lengths.tolist() for executor in (made.first, made._second)]
+        lengths = [executor.lengths.tolist() for executor in (made.first, made.second)]
         assert made.first.pipelined or lengths[0] == lengths[1]
     drafted = [batch for batch in seen if batch.drafts is not None]
     assert drafted
