@@ -59,7 +59,7 @@ class Ranks:
     def __init__(self, folder: Path, draft: ModelSetup, plan: Plan, sizes: tuple[int, ...]) -> None:
         parallel = plan.parallel
         served = ModelSetup(late_steps.facts(), late_steps.model_plan())
-        drafts = plan.scheduler.max_drafts
+        drafts = plan.scheduler.max_row_drafts
         self.workers = [
             ModelWorker(
                 WorkerSetup(
@@ -71,6 +71,7 @@ class Ranks:
                     head_layers=() if plan.draft.algorithm == "EAGLE" else None,
                     max_drafts=drafts,
                     max_step_drafts=4 * drafts,
+                    takes_branches=plan.scheduler.takes_branches,
                     drafter=DrafterSetup.of(plan),
                 )
             )
@@ -160,31 +161,45 @@ def draft_setup(kind: str) -> ModelSetup:
     return ModelSetup(facts, replace(late_steps.model_plan(), path=facts.path), whole=True)
 
 
-def plan_of(kind: str, ranks: dict[str, Any]) -> Plan:
+def plan_of(kind: str, ranks: dict[str, Any], topk: int) -> Plan:
     plan = fake_core.make_plan()
     algorithm = "EAGLE" if kind == "EAGLE" else "STANDALONE"
-    schedule = replace(plan.scheduler, max_drafts=MAX_DRAFTS, max_model_drafts=MAX_DRAFTS)
+    schedule = replace(
+        plan.scheduler,
+        max_drafts=MAX_DRAFTS,
+        max_model_drafts=MAX_DRAFTS,
+        draft_topk=topk,
+        max_tree_drafts=MAX_DRAFTS * topk,
+    )
     return replace(plan, parallel=ParallelPlan(**ranks), scheduler=schedule, draft=DraftPlan(algorithm=algorithm))
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "sizes", "depth"),
+    ("kind", "ranks", "sizes", "depth", "topk"),
     [
-        ("same", {"tp_size": 2}, (4, 8, 24), 2),
-        ("other", {"tp_size": 2}, (), 1),
-        ("same", {"pp_size": 2}, (), 0),
-        ("EAGLE", {"tp_size": 2}, (4, 8, 24), 2),
-        ("EAGLE", {"pp_size": 2}, (), 0),
-        ("same", GROUPS, (), 2),
-        ("EAGLE", GROUPS, (), 1),
+        ("same", {"tp_size": 2}, (4, 8, 24), 2, 1),
+        ("other", {"tp_size": 2}, (), 1, 1),
+        ("same", {"pp_size": 2}, (), 0, 1),
+        ("EAGLE", {"tp_size": 2}, (4, 8, 24), 2, 1),
+        ("EAGLE", {"pp_size": 2}, (), 0, 1),
+        ("same", GROUPS, (), 2, 1),
+        ("other", {"tp_size": 2}, (4, 8, 24), 1, 6),
+        ("EAGLE", GROUPS, (), 1, 6),
+        ("EAGLE", GROUPS, (), 1, 1),
     ],
     ids=str,
 )
 def test_all_ranks_verify_the_drafts_of_the_first(
-    kind: str, ranks: dict[str, Any], sizes: tuple[int, ...], depth: int, tmp_path: Path, devices: list[PresentDevice]
+    kind: str,
+    ranks: dict[str, Any],
+    sizes: tuple[int, ...],
+    depth: int,
+    topk: int,
+    tmp_path: Path,
+    devices: list[PresentDevice],
 ) -> None:
     expected, seen = late_steps.outputs(PROMPTS, depth=depth), list[Batch]()
-    with Ranks(tmp_path, draft_setup(kind), plan_of(kind, ranks), sizes) as made:
+    with Ranks(tmp_path, draft_setup(kind), plan_of(kind, ranks, topk), sizes) as made:
 
         def change(steps: late_steps.Steps) -> None:
             steps.executor = cast("Any", made)
@@ -196,12 +211,14 @@ def test_all_ranks_verify_the_drafts_of_the_first(
             draft_methods="model",
             watch=seen.append,
             change=change,
+            topk=topk,
         )
         assert found == expected
         lengths = [executor.lengths.tolist() for executor in (made.first, made.second)]
         assert made.first.pipelined or lengths[0] == lengths[1]
     drafted = [batch for batch in seen if batch.drafts is not None]
     assert drafted
+    assert topk == 1 or any(batch.drafts is not None and batch.drafts.branches is not None for batch in drafted)
     assert not depth or any(batch.unknown_starts is not None for batch in drafted)
     if sizes:
         assert min(device.num_replays for device in devices) > 5
