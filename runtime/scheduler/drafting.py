@@ -77,7 +77,9 @@ class Drafting:
             model = 0
         looking = None
         if lookup:
-            looking = NgramDrafter(lookup, self._settings, self._catch_up, self._odds, self.corpora)
+            looking = NgramDrafter(
+                lookup, self._settings, self._catch_up, self._odds, self.corpora, sequence.num_prompt
+            )
         asking = ModelDrafter(model, self._topk, self._max_tree) if model else None
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 

@@ -64,6 +64,7 @@ class NgramDrafter:
         "_from_corpus",
         "_index",
         "_length",
+        "_num_prompt",
         "_odds",
         "_pace",
         "_pending",
@@ -81,15 +82,17 @@ class NgramDrafter:
         catch_up: CatchUp | None = None,
         odds: MatchOdds | None = None,
         corpora: CorpusLookup | None = None,
+        num_prompt: int = 0,
     ) -> None:
         """Create the drafter. `catch_up`, `odds` and `corpora` are shared by all drafters of a scheduler.
 
         If `catch_up` is None, only `CATCH_UP_TOKENS` limits a call. If `odds` is None, ids are proposed after every
-        match.
+        match. The first `num_prompt` tokens of the sequence are its prompt.
         """
         self._odds = odds
         self._corpora = corpora
         self._pace = Pace(max_drafts)
+        self._num_prompt = num_prompt
         self._corpus_pace = Pace(min(max_drafts, settings.max_corpus_drafts))
         self._catch_up = catch_up
         self._settings = settings
@@ -97,7 +100,7 @@ class NgramDrafter:
         self._first = 0  # position in the sequence of the first indexed token
         self._state, self._length = ROOT, 0  # automaton state and length of the n-gram that `_find` found last
         self._from_corpus = False  # whether the ids that were proposed last come from a corpus
-        self._proposed_length = 0  # length of the n-gram after which ids were proposed last
+        self._proposed_length = 0  # for `odds`: length of the n-gram after which ids were proposed last
         self._proposed_odds = odds  # where to record the proposal's result: the odds of this drafter or of the corpora
         self._pending: list[int] = []  # the ids that the pending tokens were assumed to have
 
@@ -113,10 +116,12 @@ class NgramDrafter:
         odds, is_corpus = self._odds, bool(length)
         if self._corpora is not None and is_corpus:
             odds = self._corpora.odds
-        elif matches and (odds is None or odds.pays(self._length)):
-            length = self._length
-            found = self._continuation(ids, num_pending + min(self._pace.length, limit))
-        if not length:
+        elif matches:
+            # Tokens of the prompt do not show that the model copies text, for example those of the chat template.
+            length = min(self._length, len(ids) + num_pending - self._num_prompt)
+            if odds is None or odds.pays(length):
+                found = self._continuation(ids, num_pending + min(self._pace.length, limit))
+        if not found:
             return []
         if odds is not None:
             odds.begin(length)

@@ -6,6 +6,7 @@ import pytest
 
 from runtime.speculative.gain import DraftGain
 from runtime.speculative.match_odds import FIRST_PAUSE, TRIES, MatchOdds
+from runtime.speculative.ngram import LookupSettings, NgramDrafter
 
 
 def share(odds: MatchOdds, length: int, num_accepted: int, num_matches: int = 1000) -> float:
@@ -42,6 +43,18 @@ def test_a_match_without_ids_to_propose_does_not_lengthen_the_pause() -> None:
     assert sum(odds.pays(3) for _ in range(10 * FIRST_PAUSE)) > 8 * FIRST_PAUSE  # none has ids
     assert share(odds, 3, 0, 1) == 1.0
     assert share(odds, 3, 0, 4 * FIRST_PAUSE) == 1 / (4 * FIRST_PAUSE)  # the second retry has failed
+
+
+def test_a_match_counts_with_its_tokens_of_the_output() -> None:
+    odds, ids = MatchOdds(8), [1, 2, 3, 4, 9, 1, 2, 3, 4]
+    odds.cost = 1.5
+    share(odds, 0, 0, TRIES)
+    for num_prompt, proposed in ((len(ids), []), (len(ids) - 1, [9, 1])):
+        drafter = NgramDrafter(2, LookupSettings(), odds=odds, num_prompt=num_prompt)
+        assert drafter.propose(ids, 0, 4) == proposed
+    assert drafter.propose(ids, 0, 4)
+    share(odds, 1, 0, TRIES)
+    assert drafter.propose(ids, 0, 4) == []
 
 
 @pytest.mark.parametrize(("rows", "seconds", "cost"), [(1, 2.5, 1.5), (4, 1.5, 0.5 * 4 / 2)])
