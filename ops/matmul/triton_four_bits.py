@@ -1,4 +1,4 @@
-"""One step of the main loop of products with 4-bit weights in Triton, for linear layers and for experts."""
+"""One step of the main loop of products with 4-bit integers in Triton, for linear layers and for experts."""
 
 # Pyright cannot check Triton's types.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -7,7 +7,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SHORT_STEP = tl.constexpr(64)  # inputs per step of products with many rows or float32 rows
 LARGEST_GROUP = tl.constexpr(128)  # maximum number of inputs per group, except for multiples of 128
 
 
@@ -22,8 +21,6 @@ def add_step(
     first,  # index of the step's first input
     IN: tl.constexpr,
     GROUP: tl.constexpr,
-    FLOATING: tl.constexpr,
-    FLOAT8_SCALES: tl.constexpr,  # whether scales are float8 numbers (e4m3)
     PRECISION: tl.constexpr,
 ):
     """Return total + a @ weight.T for the inputs of one step, which are whole groups or a part of one group."""
@@ -32,33 +29,15 @@ def add_step(
     group: tl.constexpr = min(GROUP, step, LARGEST_GROUP)
     both = codes.to(tl.uint32)
     numbers = tl.interleave(both & 15, both >> 4)  # [LINES, STEP]
-    if FLOATING and step > SHORT_STEP:
-        # The product shifts a code by 28 and by 22 bits. The mask keeps its sign and the other 3 bits. The result is
-        # the float32 number value * 2 ** -126, exact also for subnormals.
-        numbers = ((numbers * 0x10400000) & 0x81C00000).to(tl.float32, bitcast=True)
-    elif FLOATING:
-        # Build the float16 number value * 2 ** -14. In float32, it is not subnormal.
-        numbers = ((numbers & 7) << 9 | (numbers & 8) << 12).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        # These are the bits of 2 ** 23 + number in float32, which is exact, and faster than a conversion.
-        numbers = (numbers | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+    # These are the bits of 2 ** 23 + number in float32, which is exact, and faster than a conversion.
+    numbers = (numbers | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     inputs = first + tl.arange(0, step // group) * group
     places, is_group = (inputs // GROUP)[None, :], is_line[:, None] & (inputs < IN)[None, :]
     scale = tl.load(scales[:, None] + places, mask=is_group, other=0)  # [LINES, groups]
-    if FLOAT8_SCALES:
-        # Build the float16 number scale * 2 ** -8.
-        scale = ((scale.to(tl.int16) & 0x80) << 8) | ((scale.to(tl.int16) & 0x7F) << 7)
-        scale = scale.to(tl.float16, bitcast=True).to(tl.float32)
-    elif scale.dtype == tl.uint8:
+    if scale.dtype == tl.uint8:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    if FLOATING:  # packed exponents include a factor of 2 ** 126
-        is_packed: tl.constexpr = not FLOAT8_SCALES and scales.dtype.element_ty == tl.uint8
-        if step > SHORT_STEP and not is_packed:
-            scale *= 8.507059173023462e37  # 2 ** 126
-        if step <= SHORT_STEP:
-            scale *= 1.925929944387236e-34 if is_packed else 16384.0  # 2 ** -112, 2 ** 14
     if a.dtype == tl.float32:
-        tl.static_assert(group == step and step <= SHORT_STEP)  # products of subnormals would be inexact
+        tl.static_assert(group == step)
         total += tl.dot(a, tl.trans(numbers), input_precision=PRECISION) * tl.sum(scale, axis=1)[None, :]
         if shifts is not None:
             shift = tl.load(shifts[:, None] + places, mask=is_group, other=0.0)

@@ -1,13 +1,13 @@
 """Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
-4-bit weights are integers or e2m1 numbers, with one scale per group of inputs (`ops/matmul/grouped.py`). A byte has two
-4-bit codes, the first in its lower half. Scales of e2m1 numbers are stored without a common factor of their row, so
-that they fit into one byte: as float8 numbers (e4m3) for NVFP4, and as exponents for MXFP4. The kernel multiplies each
-output by its row's factor.
+4-bit weights are integers or e2m1 numbers, with one scale per group of inputs (`ops/matmul/grouped.py`).
 
-If x is in float32, the kernel multiplies the sum of a group's products by the scale. If x has 16 bits, it multiplies
-each weight by its scale in float32 and then rounds it, so that an iteration of the main loop can read several groups
-(`triton_four_bits.py`).
+- Integers (`triton_four_bits.py`): a byte has two codes, the first in its lower half. If x is in float32, the kernel
+  multiplies the sum of a group's products by the scale. If x has 16 bits, it multiplies each weight by its scale in
+  float32 and then rounds it, so that an iteration of the main loop can read several groups.
+- E2m1 numbers (`triton_e2m1.py`): words of eight codes have the order in which tensor cores read weights. Scales are
+  stored without a common factor of their row, so that they fit into one byte: as float8 numbers (e4m3) for NVFP4, and
+  as exponents for MXFP4. The kernel multiplies each output by its row's factor.
 
 8-bit weights are integers with one scale per output. x is never rounded. `triton_float8.py` computes products with
 float8 weights, and torch computes products with other weights.
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ops.matmul import triton_float8
 from ops.matmul.grouped import E2M1, WHOLE, GroupedWeight, factor_scales, fits_triton
+from ops.matmul.triton_e2m1 import fits_words, multiply_words, pack_words, unpack_words
 from ops.matmul.triton_four_bits import add_step
 
 FOUR_BITS = {WHOLE: torch.uint8, E2M1: torch.float4_e2m1fn_x2}  # values of the codes -> dtype of two codes in a byte
@@ -39,8 +40,8 @@ ALIGNMENT = 256  # alignment of each part of a packed weight, in bytes
 class Parts(NamedTuple):
     """Tensors of a packed weight."""
 
-    # 4-bit codes: [O, I / 2], uint8 (integers) or float4 (e2m1). 8-bit codes: [O, I], int8 or float8 (e4m3).
-    # Experts have an additional first dimension.
+    # 4-bit codes: [O, I / 2], uint8 (integers) or float4 (e2m1, in the order of `pack_words`). 8-bit codes: [O, I],
+    # int8 or float8 (e4m3). Experts have an additional first dimension.
     codes: Tensor
     # [O, G] or [O, 1], in one of three dtypes. float32: the scales. float8 (e4m3): the scales times 2 ** 8. uint8: the
     # exponents of powers of two, plus 127 or, for e2m1 codes, plus 253.
@@ -113,12 +114,16 @@ def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
         return pack(Parts(weight.codes.view(torch.float8_e4m3fn), weight.scales.float()))
     if not fits_triton(weight):
         return weight.dequantised().to(dtype)
-    codes = weight.codes[..., ::2] | (weight.codes[..., 1::2] << 4)
     scales, factors = weight.scales.float().contiguous(), None
     if weight.table == E2M1:
+        if weight.shifts is not None or not fits_words(weight.codes.shape[-1]):
+            return weight.dequantised().to(dtype)
+        codes = pack_words(weight.codes)
         scales, factors = _scales_of_floats(scales, powers=weight.powers)
-    elif weight.powers:
-        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    else:
+        codes = weight.codes[..., ::2] | (weight.codes[..., 1::2] << 4)
+        if weight.powers:
+            scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
     return pack(Parts(codes.view(FOUR_BITS[weight.table]), scales, shifts, factors))
 
@@ -148,7 +153,7 @@ def unpacked(parts: Parts) -> Tensor:
         scales = scales.float() / 256.0
     if factors is not None:
         scales = scales * factors.unsqueeze(-1)
-    numbers = torch.stack((both & 15, both >> 4), dim=-1).flatten(-2)
+    numbers = unpack_words(both) if table == E2M1 else torch.stack((both & 15, both >> 4), dim=-1).flatten(-2)
     return GroupedWeight(numbers, scales, shifts, table).dequantised()
 
 
@@ -186,8 +191,11 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         out = triton_float8.product(rows, codes, scales, bias, dtype, rounded_rows=rounded)
         return out.view(*x.shape[:-1], out_size)
     out = torch.empty((len(rows), out_size), dtype=dtype, device=x.device)
-    group, of_4_bits = in_size // scales.shape[1], is_of_4_bits(codes)
-    tile = _tile(len(rows), group if of_4_bits else in_size, x.dtype, of_4_bits=of_4_bits)
+    group, of_4_bits, floating = in_size // scales.shape[1], is_of_4_bits(codes), codes.dtype == FLOATS_OF_4_BITS
+    if floating:
+        tile = tile_of_words(len(rows), "ROWS_BLOCK", x.dtype)
+    else:
+        tile = _tile(len(rows), group if of_4_bits else in_size, x.dtype, of_4_bits=of_4_bits)
     columns, splits, parts = triton.cdiv(out_size, tile["OUT_BLOCK"]), 1, out.unsqueeze(0)
     if len(rows) <= FEW_ROWS:
         splits = triton_float8.num_splits(columns, triton.cdiv(in_size, tile["IN_BLOCK"]))
@@ -195,7 +203,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         parts = torch.empty((splits, len(rows), out_size), dtype=torch.float32, device=x.device)
     _product_kernel[triton.cdiv(len(rows), tile["ROWS_BLOCK"]), columns, splits](
         rows,
-        codes.view(torch.uint8) if of_4_bits else codes,
+        codes.view(torch.int32 if floating else torch.uint8) if of_4_bits else codes,
         as_bytes(scales),
         shifts,
         factors,
@@ -208,7 +216,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         GROUP=group,
         SPLITS=splits,
         OF_4_BITS=of_4_bits,
-        FLOATING=codes.dtype == FLOATS_OF_4_BITS,
+        FLOATING=floating,
         FLOAT8_SCALES=scales.dtype == torch.float8_e4m3fn,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **tile,
@@ -216,6 +224,16 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
     if splits > 1:
         triton_float8.add_parts(parts, bias, out)
     return out.view(*x.shape[:-1], out_size)
+
+
+def tile_of_words(num_rows: int, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tile sizes of products with e2m1 weights. `name` is the name of the size in rows."""
+    rows = min(128, max(16, triton.next_power_of_2(num_rows)))
+    if dtype.itemsize == 4:
+        return {name: 16, "OUT_BLOCK": 32, "IN_BLOCK": 32, "num_warps": 4, "num_stages": 2}
+    if rows <= FEW_ROWS:  # reading the weight takes most of the time, so many loads are in flight
+        return {name: rows, "OUT_BLOCK": 64, "IN_BLOCK": 128, "num_warps": 4, "num_stages": 4}
+    return {name: rows, "OUT_BLOCK": 128, "IN_BLOCK": 64, "num_warps": 8, "num_stages": 4}
 
 
 def _tile(num_rows: int, group: int, dtype: torch.dtype, *, of_4_bits: bool) -> dict[str, Any]:
@@ -238,7 +256,7 @@ def _tile(num_rows: int, group: int, dtype: torch.dtype, *, of_4_bits: bool) -> 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x,  # [num_rows, IN]
-    codes,  # [OUT, IN / 2] or [OUT, IN]
+    codes,  # [OUT, IN / 2] or [OUT, IN]; words (int32) [OUT, IN / 8] if FLOATING
     scales,  # [OUT, IN / GROUP], see `Parts`; float8 as uint8
     shifts,  # [OUT, IN / GROUP], or None
     factors,  # [OUT], or None
@@ -269,29 +287,20 @@ def _product_kernel(
     per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS * IN_BLOCK
     first = tl.program_id(2) * per_split
     end = min(first + per_split, IN)
-    if OF_4_BITS:
+    if FLOATING:
+        words_of = codes + columns.to(tl.int64) * (IN // 8)
+        total = multiply_words(
+            x_rows, is_row, words_of, scale_lines, is_column, first, end, IN, GROUP, FLOAT8_SCALES, PRECISION
+        )
+        total *= tl.load(factors + columns, mask=is_column, other=0.0)[None, :]
+    elif OF_4_BITS:
         pairs = tl.arange(0, IN_BLOCK // 2)
         bytes_of = codes + columns.to(tl.int64)[:, None] * (IN // 2) + pairs[None, :]
         for base in range(first, end, IN_BLOCK):
             a = tl.load(x_rows + base, mask=is_row[:, None] & (base + inner < IN)[None, :], other=0.0)
             is_byte = is_column[:, None] & (base // 2 + pairs < IN // 2)[None, :]  # this form permits wide loads
             both = tl.load(bytes_of + base // 2, mask=is_byte, other=0)
-            total = add_step(
-                total,
-                a,
-                both,
-                scale_lines,
-                shift_lines,
-                is_column,
-                base,
-                IN,
-                GROUP,
-                FLOATING,
-                FLOAT8_SCALES,
-                PRECISION,
-            )
-        if factors is not None:
-            total *= tl.load(factors + columns, mask=is_column, other=0.0)[None, :]
+            total = add_step(total, a, both, scale_lines, shift_lines, is_column, base, IN, GROUP, PRECISION)
     else:
         bytes_of = codes + columns.to(tl.int64)[:, None] * IN + inner[None, :]
         for base in range(first, end, IN_BLOCK):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ops.activation.with_triton import gate, gate_round
 from ops.matmul.grouped import fits_triton
+from ops.matmul.triton_e2m1 import multiply_words
 from ops.matmul.triton_float8 import from_float8, inputs_per_step, multiplies_float8, round_rows
 from ops.matmul.triton_four_bits import add_step
 from ops.matmul.with_triton import (
@@ -27,6 +28,7 @@ from ops.matmul.with_triton import (
     is_of_4_bits,
     prepare_grouped,
     row_group,
+    tile_of_words,
     unpacked,
 )
 from ops.moe import GroupedMixture, Grouping, Mixture, native
@@ -140,11 +142,14 @@ def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Sorted, top_
     if isinstance(weight, Packed):
         codes, scales, shifts, factors = weight.parts
         of_4_bits, floating = is_of_4_bits(codes), codes.dtype == FLOATS_OF_4_BITS
-        weight, group = codes.view(torch.uint8), in_size // scales.shape[-1]
+        weight, group = codes.view(torch.int32 if floating else torch.uint8), in_size // scales.shape[-1]
         step = group if of_4_bits else inputs_per_step(in_size, in_size // group)
         if not of_4_bits and multiplies_float8(x.device):
             x, row_scales = round_rows(x, group)
-    tile = _tile(num_pairs, num_experts, x.dtype, step, of_4_bits=of_4_bits)
+    if floating:
+        tile = tile_of_words(triton.cdiv(num_pairs, num_experts), "PAIRS_BLOCK", x.dtype)
+    else:
+        tile = _tile(num_pairs, num_experts, x.dtype, step, of_4_bits=of_4_bits)
     # Upper bound on the number of tiles, since the last tile of each expert may be partial.
     num_tiles = min(num_pairs, num_experts) + num_pairs // tile["PAIRS_BLOCK"]
     _grouped_kernel[(num_tiles, triton.cdiv(out_size, tile["OUT_BLOCK"]))](
@@ -247,7 +252,9 @@ def _route_kernel(
 @triton.jit
 def _grouped_kernel(
     x,  # [T, IN] or [T * TOP_K, IN]
-    weight,  # [EXPERTS, OUT, IN], codes of float8 (uint8) if there are scales; [EXPERTS, OUT, IN / 2] if OF_4_BITS
+    # [EXPERTS, OUT, IN], codes of float8 (uint8) if there are scales; [EXPERTS, OUT, IN / 2] if OF_4_BITS;
+    # words (int32) [EXPERTS, OUT, IN / 8] if FLOATING
+    weight,
     out,  # [T * TOP_K, OUT]
     bias,  # [EXPERTS, OUT], or None
     order,  # [T * TOP_K]
@@ -282,11 +289,7 @@ def _grouped_kernel(
     first_tile = tl.sum(tl.where(ids == expert, up_to - num_tiles, 0), axis=0)
     positions = tl.load(starts + expert) + (tile - first_tile) * PAIRS_BLOCK + tl.arange(0, PAIRS_BLOCK)
     is_pair = positions < tl.load(starts + expert + 1)
-    pairs = tl.load(order + positions, mask=is_pair, other=0)
-    if FROM_TOKENS:
-        sources, targets = pairs // TOP_K, positions
-    else:
-        sources, targets = positions, pairs
+    sources = tl.load(order + positions, mask=is_pair, other=0) // TOP_K if FROM_TOKENS else positions
 
     columns, inner = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK), tl.arange(0, IN_BLOCK)
     rows = x + sources.to(tl.int64)[:, None] * IN + inner[None, :]  # [PAIRS, IN]
@@ -296,29 +299,20 @@ def _grouped_kernel(
     scale_lines = scales + lines * (IN // GROUP) if scales is not None else None
     shift_lines = shifts + lines * (IN // GROUP) if shifts is not None else None
     row_lines = row_scales + sources.to(tl.int64) * (IN // GROUP) if row_scales is not None else None
-    if OF_4_BITS:
+    if FLOATING:
+        words_of = weight + lines * (IN // 8)
+        total = multiply_words(
+            rows, is_pair, words_of, scale_lines, is_column, 0, IN, IN, GROUP, FLOAT8_SCALES, PRECISION
+        )
+        total *= tl.load(factors + lines, mask=is_column, other=0.0)[None, :]
+    elif OF_4_BITS:
         pairs_of_codes = tl.arange(0, IN_BLOCK // 2)
         bytes_of = weight + lines[:, None] * (IN // 2) + pairs_of_codes[None, :]
         for base in range(0, IN, IN_BLOCK):
             a = tl.load(rows + base, mask=is_pair[:, None] & (base + inner < IN)[None, :], other=0.0)
             is_byte = is_column[:, None] & (base // 2 + pairs_of_codes < IN // 2)[None, :]
             b = tl.load(bytes_of + base // 2, mask=is_byte, other=0)
-            total = add_step(
-                total,
-                a,
-                b,
-                scale_lines,
-                shift_lines,
-                is_column,
-                base,
-                IN,
-                GROUP,
-                FLOATING,
-                FLOAT8_SCALES,
-                PRECISION,
-            )
-        if factors is not None:
-            total *= tl.load(factors + lines, mask=is_column, other=0.0)[None, :]
+            total = add_step(total, a, b, scale_lines, shift_lines, is_column, base, IN, GROUP, PRECISION)
     else:
         weight_rows = weight + lines[:, None] * IN + inner[None, :]  # [OUT, IN]
         for base in range(0, IN, IN_BLOCK):
@@ -343,6 +337,8 @@ def _grouped_kernel(
                 total *= tl.load(row_lines, mask=is_pair, other=0.0)[:, None]
     if bias is not None:
         total += tl.load(bias + lines, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    # Before the loop, this load would take registers of all its iterations.
+    targets = positions if FROM_TOKENS else tl.load(order + positions, mask=is_pair, other=0)
     position = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(out + position, total.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 

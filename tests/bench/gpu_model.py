@@ -1,9 +1,9 @@
 """`just study gpu-model`: predict the time of decode steps on a GPU from bytes, operations, instructions and launches.
 
-Nothing is measured. A kernel's time is the longest of four times:
+Nothing is measured. A kernel's time is the shortest time of any kernel in a CUDA graph, plus the longest of four times:
 
-- the shortest time of any kernel in a CUDA graph, plus its bytes at a share of the memory's bandwidth
-- the same shortest time, plus the latency of its loads that need the result of another load
+- its bytes, at a share of the memory's bandwidth
+- the latency of its loads that need the result of another load
 - the instructions of its main loop, at a share of the issue rate
 - its operations, at a share of the peak
 
@@ -74,9 +74,10 @@ MODELS = {
 # Our kernels in two of the parts of a step that the tables of other engines have.
 EXPERTS = ("sort", "experts' gate and up", "experts' gate", "experts' down", "combine")
 ATTENTION = ("attention", "merge splits")
-# Thread instructions in the main loops of compiled kernels: per 4-bit weight (tests/ops/test_compiled.py), and per byte
-# of the cache that decode attention reads. Per 64 keys and values of a head, these are 453 in 16 bits, 901 in float8.
-INSTRUCTIONS = 8.9
+# Thread instructions in the main loops of compiled kernels: per e2m1 weight in tiles of up to 32 and of 128 rows
+# (tests/ops/test_compiled.py), and per byte of the cache that decode attention reads. Per 64 keys and values of a head,
+# these are 453 in 16 bits, 901 in float8.
+FEW_ROWS, PER_WEIGHT = 32, (4.8, 7.2)
 PER_CACHE_BYTE = {16: 453 * 128 / 2**15, 8: 901 * 128 / 2**14}
 ENGINES = {"sglang": "SGLang", "vllm": "vLLM", "trtllm": "TensorRT-LLM"}
 SUMS = Path(__file__).with_name("gpu_tables.json")
@@ -127,7 +128,7 @@ def layer(model: Model, rows: int, context: int, bits: float = 16, cache_bits: f
         weights, width = used * out_size * in_size, min(bits, model.expert_bits)
         moved = weights * width / 8 + 2 * pairs * (in_size + out_size)
         tiles = max(1.0, pairs / used / 128)  # a weight is converted once for each 128 rows
-        instructions = tiles * weights * INSTRUCTIONS if width < 8 else 0.0
+        instructions = tiles * weights * PER_WEIGHT[pairs / used > FEW_ROWS] if width < 8 else 0.0
         yield Kernel(name, moved, 2 * pairs * out_size * in_size, instructions, loads=3)
         if out_size == 2 * model.inner:
             yield small("experts' gate", pairs, 2 * model.inner)
@@ -185,9 +186,10 @@ def predict(gpu: Gpu, kernels: Sequence[Kernel], bits: float = 16) -> Prediction
     """Add up the kernels' times. float8 products have twice the peak."""
     peak = gpu.operations_per_s * (2 if bits == 8 else 1)
     seconds = sum(
-        max(
-            gpu.kernel_s + kernel.bytes / (gpu.bytes_per_s * gpu.bandwidth_share),
-            gpu.kernel_s + (kernel.loads - 1) * gpu.latency_s,
+        gpu.kernel_s
+        + max(
+            kernel.bytes / (gpu.bytes_per_s * gpu.bandwidth_share),
+            (kernel.loads - 1) * gpu.latency_s,
             kernel.instructions / (gpu.issue_per_s * gpu.issue_share),
             kernel.operations / (peak * gpu.peak_share),
         )

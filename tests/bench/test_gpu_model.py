@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import gpu_tables
-from bench.gpu_model import ENGINES, GPUS, MODELS, compared, main, predict, step, sums
+from bench.gpu_model import ENGINES, GPUS, MODELS, Kernel, compared, main, predict, step, sums
 
 
 def test_the_weights_of_a_known_model_are_read_once() -> None:
@@ -80,3 +80,11 @@ def test_every_model_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in printed for name in (*ENGINES.values(), *(name for name in MODELS if "DeepSeek" not in name)))
     with pytest.raises(SystemExit):
         main(["--compare", "--gpu", "a100"])
+
+
+def test_a_gap_before_a_kernel_counts_whatever_limits_the_kernel() -> None:
+    gpu = GPUS["h200"]
+    products = Kernel("product", 1.0, operations=1e12), Kernel("convert", 1.0, instructions=1e12)
+    seconds = [predict(gpu, [each]).seconds for each in products]
+    assert seconds[0] == pytest.approx(gpu.kernel_s + 1e12 / (gpu.operations_per_s * gpu.peak_share))
+    assert seconds[1] == pytest.approx(gpu.kernel_s + 1e12 / (gpu.issue_per_s * gpu.issue_share))

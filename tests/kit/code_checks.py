@@ -29,8 +29,18 @@ class Wanted(NamedTuple):
 
 
 DECODE = Wanted({"64x128xbf16": 2}, blocks=3, wide_copies=True)  # heads of 128 dimensions
-# Products of few rows with 4-bit weights. A thread converts 64 weights per iteration.
-FOUR_BITS = Wanted({"32x128xi8": 2}, blocks=3, wide_copies=True, no_conversions=True, elements=64)
+# Products of few rows with 4-bit integers. A thread converts 64 weights per iteration, as in `WORDS`.
+FOUR_BITS = Wanted({"32x128xi8": 2}, blocks=3, wide_copies=True, no_conversions=True, elements=64, per_element=9.0)
+# Products of few rows with e2m1 weights, in words of eight codes.
+WORDS = Wanted(
+    {"64x16xi32": 2},
+    blocks=5,
+    wide_copies=True,
+    units="HGMMA",
+    no_conversions=True,
+    elements=64,
+    per_element=4.9,
+)
 
 
 def faults(kernel: Any, wanted: Wanted, folder: Path) -> list[str]:

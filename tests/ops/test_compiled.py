@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from code_checks import DECODE, FOUR_BITS, Wanted, faults, too_few_programs
+from code_checks import DECODE, FOUR_BITS, WORDS, Wanted, faults, too_few_programs
 from compiled_kernels import SHARED_BYTES, buffers, compiling_for, inspect, machine_code
 from kernel_cases.sampling import rows
 from ops.attention import AttentionMetadata, AttentionOptions
@@ -612,7 +612,7 @@ def test_few_rows_and_4_bits_take_few_instructions_while_the_next_codes_arrive(n
     with compiling_for(90) as kernels:
         _product(4, nvfp4=nvfp4)
     place = next(place for place, each in enumerate(kernels) if each.metadata.name == "_product_kernel")
-    assert not faults(kernels[place], FOUR_BITS._replace(per_element=11.0 if nvfp4 else 9.0), tmp_path)
+    assert not faults(kernels[place], WORDS if nvfp4 else FOUR_BITS, tmp_path)
     assert not too_few_programs(kernels.grids[place])
 
 
@@ -620,10 +620,12 @@ def test_experts_of_4_bits_read_128_bits_at_a_time_and_multiply_while_the_next_c
     with compiling_for(90) as kernels:
         _mix_four_bits(4, MXFP4, size=960)
         _mix_four_bits(4096, MXFP4, size=960)
-    wanted = Wanted({"128x32xi8": 2}, wide_copies=True, units="HGMMA", no_conversions=True)
+    wanted = Wanted(
+        {"128x8xi32": 2}, 2, wide_copies=True, units="HGMMA", no_conversions=True, elements=32, per_element=7.2
+    )
     few, few_down, many, many_down = (each for each in kernels if each.metadata.name == "_grouped_kernel")
     for product in (few, few_down):
-        assert not faults(product, FOUR_BITS._replace(per_element=9.5), tmp_path)
+        assert not faults(product, WORDS, tmp_path)
     for product in (many, many_down):
         assert not faults(product, wanted, tmp_path)
 

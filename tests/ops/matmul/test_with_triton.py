@@ -130,8 +130,11 @@ def test_8_bits_are_rounded_as_elsewhere(shape: tuple[int, int, int]) -> None:
         ("one row", "tl.interleave(both & 15, both >> 4)", "tl.interleave(both >> 4, both & 15)"),
         ("one row", "(inputs // GROUP)[None, :]", "(0 * inputs)[None, :]"),
         ("groups of more than a step that it does not divide", "min(GROUP, step, LARGEST_GROUP)", "min(GROUP, step)"),
-        ("floats with exponents", "numbers * 0x10400000", "numbers * 0x10000000"),
-        ("floats with exponents", "0x10400000) & 0x81C00000", "0x10400000) & 0x01C00000"),
+        ("floats with exponents", "packed << 6", "packed << 3"),
+        ("floats with exponents", "packed & 0x81C081C0", "packed & 0x01C081C0"),
+        ("floats with exponents", "(packed >> 7) & 0x00400040", "(packed >> 7) & 0x00000040"),
+        ("floats with exponents", "tl.join(one, second)", "tl.join(second, one)"),
+        ("floats in groups of 16", "scaled.reshape(lines, step // 2, 2)", "numbers.reshape(lines, step // 2, 2)"),
         ("floats with float8 scales", "(scale.to(tl.int16) & 0x7F) << 7", "(scale.to(tl.int16) & 0x7F) << 6"),
         ("floats with float8 scales", "total *= tl.load(factors + columns", "total *= tl.load(factors + 0 * columns"),
         ("one row", "first = tl.program_id(2) * per_split", "first = 0 * per_split"),
@@ -150,9 +153,10 @@ def test_8_bits_are_rounded_as_elsewhere(shape: tuple[int, int, int]) -> None:
     ],
 )
 def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
-    from ops.matmul import triton_four_bits
+    from ops.matmul import triton_e2m1, triton_four_bits
 
-    in_step = old in Path(triton_four_bits.__file__).read_text(encoding="utf-8")
+    steps = (Path(str(each.__file__)).read_text(encoding="utf-8") for each in (triton_e2m1, triton_four_bits))
+    in_step = any(old in text for text in steps)
     broken = (backend_with_mutant if in_step else mutant)("matmul", old, new, tmp_path)
     cases = [CASES[name], CASES[name]._replace(dtype=torch.float16)]  # weights are scaled before or after the product
     assert any(differ(outputs(broken, case), expected(case), slack=2) for case in cases)

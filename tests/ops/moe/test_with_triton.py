@@ -105,7 +105,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
             "tl.sum(tl.exp(top_logits - peak), axis=0)",
         ),
         ("a few tokens", "expert.to(tl.int64) * OUT + columns", "0 * expert.to(tl.int64) + columns"),
-        ("a few tokens", "pairs // TOP_K, positions", "positions // TOP_K, positions"),
+        ("a few tokens", "other=0) // TOP_K if FROM_TOKENS", "other=0) if FROM_TOKENS"),
         ("products longer and wider than a tile", "tl.load(weight_rows + base", "tl.load(weight_rows"),
         ("a few tokens", "total += tl.load(weights + pair) * result", "total += result"),
     ],
@@ -118,11 +118,12 @@ def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("form", "old", "new"),
     [
-        ("mxfp4", "lines[:, None] * (IN // 2)", "columns[:, None] * (IN // 2)"),
+        ("mxfp4", "weight + lines * (IN // 8)", "weight + columns * (IN // 8)"),
+        ("integers with zeros", "lines[:, None] * (IN // 2)", "columns[:, None] * (IN // 2)"),
         ("integers with zeros", "shifts + lines", "shifts + columns"),
         ("nvfp4", "tl.load(bias + lines", "tl.load(bias + columns"),
         ("nvfp4", "factors + lines", "factors + columns"),
-        ("nvfp4", "(base // 2 + pairs_of_codes < IN // 2)", "(base // 2 + pairs_of_codes < 128)"),
+        ("integers with zeros", "(base // 2 + pairs_of_codes < IN // 2)", "(base // 2 + pairs_of_codes < 128)"),
     ],
 )
 def test_a_broken_kernel_of_4_bits_is_noticed(form: str, old: str, new: str, tmp_path: Path) -> None:
