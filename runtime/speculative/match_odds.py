@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TRIES = 4  # number of proposals of each length before its average counts
-MEMORY = 16
+MEMORY = 16  # number of proposals over which the average is taken
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048  # shortest and longest pause of a length, in matches without a proposal
 
 
