@@ -228,17 +228,24 @@ class Steps:
         device: Device | None = None,
         *,
         num_host_pages: int = 0,
+        num_windowed: int = 0,
         family: str = "qwen3",
     ) -> None:
+        """Create the runner. With `num_windowed`, sliding-window layers have this number of pages of their own."""
         self.device, self.family = device or CpuDevice(), family
         specs = collect_specs(model(family))
+        kinds = {"state": 1 + STATES} if any(spec.kind == "state" for spec in specs.values()) else {}
+        self.window = None
+        if num_windowed:
+            self.window = max(spec.window for spec in specs.values() if spec.kind == "windowed")
+            kinds["windowed"] = num_windowed
         self.pool = KVPool(
             specs,
             num_pages,
             PAGE_SIZE,
             KV_DTYPE,
             "cpu",
-            kinds={"state": 1 + STATES} if any(spec.kind == "state" for spec in specs.values()) else {},
+            kinds=kinds,
             num_host_pages=num_host_pages,
         )
         self.forward: Forward = model(family)
@@ -308,6 +315,9 @@ class Steps:
                 draft, pool, self.device, sampler, self._num_sequences, MAX_DRAFTS, forward, topk
             )
         self.executor = self._make_executor()
+
+    def use_window(self, window: int) -> None:
+        """Do nothing, because the model's own layers have the window."""
 
     def use_forward(self, forward: Forward) -> None:
         """Use this forward from now on. Call it before the first step."""
@@ -385,6 +395,7 @@ def outputs(
     draft_model: Decoder | None = None,
     draft_methods: str = "lookup",
     topk: int = 1,
+    num_windowed: int = 0,
 ) -> list[list[int]]:
     """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
     small pool.
@@ -396,7 +407,7 @@ def outputs(
     tokens. `draft_model` proposes tokens on the device if `draft_methods` is "model" or "both", with
     alternatives among its `topk` likeliest tokens.
     """
-    steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
+    steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, num_windowed=num_windowed, family=family)
     steps.takes_branches = topk > 1
     if draft_model is not None:
         steps.use_draft_model(draft_model, sizes, prompt_sizes, topk)
@@ -423,7 +434,9 @@ def outputs(
         runner=steps,
         watch=watch,
         num_host_pages=num_host_pages if swap else 0,
-        num_states=STATES if steps.pool.kinds else 0,
+        num_states=STATES if "state" in steps.pool.kinds else 0,
+        window=steps.window,
+        num_windowed=num_windowed,
     )
     sequences = sequences_of(prompts, ways)
     drive.add(*sequences)

@@ -25,7 +25,7 @@ GROUPS = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
         ("deepseek_v3", "NEXTN", {}),
         ("deepseek_v3", "EAGLE3 tree", {}),
         ("gemma2", "NGRAM,STANDALONE", {}),
-        ("gpt_oss", "EAGLE3", {}),
+        ("gpt_oss", "EAGLE3 tree", {}),
         ("qwen3_next", "NEXTN", {}),
         ("granitemoehybrid", "NGRAM", {}),
         ("llama", "EAGLE3 tree", {"tp_size": 2}),

@@ -257,3 +257,32 @@ def test_no_family_waits_for_the_device_in_a_graph(family: str, monkeypatch: pyt
     )
     assert found == expected
     assert sizes
+
+
+@pytest.mark.parametrize("topk", [1, 3], ids=["chains", "trees"])
+def test_drafts_over_windowed_pages_are_captured(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, ways = [(prompt, 20) for prompt, _ in PROMPTS[:4]], ({"temperature": 0.0},)
+    expected = late_steps.outputs(prompts, family="gemma3", num_pages=64, ways=ways)
+    replayed, fill = list[bool](), CudaGraphRunner._fill_repeated
+
+    def counted(self: CudaGraphRunner, repeated: Any) -> None:
+        replayed.append(repeated[0] is not None)
+        fill(self, repeated)
+
+    monkeypatch.setattr(CudaGraphRunner, "_fill_repeated", counted)
+    sizes = replays(monkeypatch)
+    found = late_steps.outputs(
+        prompts,
+        family="gemma3",
+        num_pages=64,
+        num_windowed=48,
+        device=LateDevice(Random(1)),
+        sizes=(8, 24),
+        capture_every=1,
+        drafts=expected,
+        topk=topk,
+        ways=ways,
+    )
+    assert found == expected
+    assert max(sizes) > len(prompts)  # steps with drafts
+    assert any(replayed) == (topk > 1)
