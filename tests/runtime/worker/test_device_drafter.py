@@ -29,24 +29,23 @@ PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * i) for i in ra
 )
 def test_drafts_change_no_token(draft_model: Callable[[], Decoder], sizes: tuple[int, ...]) -> None:
     draft = draft_model()
-    for depth in (0, 2):
+    for seed, depth in enumerate((2, 0)):
         expected = late_steps.outputs(PROMPTS, depth=depth)
-        for seed in range(2):
-            device, seen = LateDevice(Random(seed), haste=0.5 * seed), list[Batch]()
-            found = late_steps.outputs(
-                PROMPTS,
-                device=device,
-                depth=depth,
-                sizes=sizes,
-                capture_every=2,
-                draft_model=draft,
-                draft_methods="model",
-                watch=seen.append,
-            )
-            assert found == expected
-            assert any(batch.drafts is not None for batch in seen)
-            if depth:
-                assert any(batch.drafts is not None and batch.unknown_starts is not None for batch in seen)
+        device, seen = LateDevice(Random(seed), haste=0.5 * seed), list[Batch]()
+        found = late_steps.outputs(
+            PROMPTS,
+            device=device,
+            depth=depth,
+            sizes=sizes,
+            capture_every=2,
+            draft_model=draft,
+            draft_methods="model",
+            watch=seen.append,
+        )
+        assert found == expected
+        assert any(batch.drafts is not None for batch in seen)
+        if depth:
+            assert any(batch.drafts is not None and batch.unknown_starts is not None for batch in seen)
 
 
 @pytest.mark.slow
