@@ -33,6 +33,7 @@ from runtime.config.plan import ModelPlan
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.windowed import WindowedPages
 from runtime.layers.batch_reads import batch_reads
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
@@ -237,7 +238,9 @@ class Steps:
         kinds = {"state": 1 + STATES} if any(spec.kind == "state" for spec in specs.values()) else {}
         self.window = None
         if num_windowed:
-            self.window = max(spec.window for spec in specs.values() if spec.kind == "windowed")
+            self.window = WindowedPages(
+                {index: spec for index, spec in specs.items() if spec.kind == "windowed"}, num_windowed, 1, PAGE_SIZE
+            ).window
             kinds["windowed"] = num_windowed
         self.pool = KVPool(
             specs,
