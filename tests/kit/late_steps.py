@@ -101,7 +101,10 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Choose tokens without reading the rows on the host, as graphs require."""
     if masks is not None:
-        sampling.apply_bitmask(logits, *masks)
+        shifts = torch.arange(32, dtype=torch.int32)
+        allowed = (masks.bitmask.unsqueeze(2) >> shifts & 1).flatten(1)[:, : logits.shape[1]]
+        masked = torch.where(allowed == 0, -torch.inf, logits[masks.rows])
+        logits = logits.index_copy(0, masks.rows, masked)
     peak, likeliest = logits.max(-1)
     drawn, _ = sampling._draw_ranked(logits, peak, arrays, logits.shape[1])
     return torch.where(arrays.greedy, likeliest, drawn), peak.isfinite()

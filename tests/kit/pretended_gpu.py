@@ -9,9 +9,12 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import late_steps
 from fake_device import LateDevice
+from ops.low_rank import LowRank
 from ops.machine import Machine
 from ops.select import Kernels
 from runtime.config import Args
@@ -25,9 +28,19 @@ from serve.python import engine as engine_module
 FEW_GRAPHS: dict[str, Any] = {"cuda_graph_bs": [4, 24], "piecewise_cuda_graph_tokens": [16, 48]}
 
 
+def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tensor:
+    """Add the product of every token's slot without reading on the host which slots there are, as graphs require."""
+    index = (slots.long() - 1).clamp(min=0)
+    used = torch.arange(weights.a.shape[2]) < weights.ranks[index, None]  # [T, R]
+    used &= (slots > 0)[:, None]
+    shrunk = torch.einsum("ti,tpri->tpr", x, weights.a[index]) * used[:, None]
+    part = (torch.arange(y.shape[1])[:, None] >= weights.ends).sum(1)  # [O]
+    return y.add_(torch.einsum("tor,tro->to", shrunk[:, part], weights.b[index]))
+
+
 def kernels() -> Kernels:
     """Return kernels that do not read values of the device on the host."""
-    return replace(late_steps.kernels(), choose=late_steps.choose)
+    return replace(late_steps.kernels(), choose=late_steps.choose, add_low_rank=add_low_rank)
 
 
 @contextmanager
@@ -52,8 +65,6 @@ def pretended_gpu(haste: float = 0.9) -> Iterator[list[CudaGraphRunner]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "prepare", prepared)
         patch.setattr(worker_module, "open_device", lambda _: LateDevice(Random(0), haste=haste))
-        patch.setattr(
-            worker_module, "_select", lambda *_, **__: (replace(late_steps.kernels(), choose=late_steps.choose), False)
-        )
+        patch.setattr(worker_module, "_select", lambda *_, **__: (kernels(), False))
         patch.setattr(CudaGraphRunner, "__init__", created)
         yield runners

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import late_steps
 import paged_forward
+import pretended_gpu
 from fake_device import LateDevice
 from greedy import model_path
 from lora_adapters import adapted_model, adapter
-from ops.low_rank import LowRank
 from runtime.batch import ADAPTER, AdapterPlacement, Batch
 from runtime.config.plan import LoraPlan
 from runtime.config.resolve.graph_sizes import Buckets
@@ -58,16 +58,6 @@ def expected(row: int) -> Tensor:
         return model.base_model.model.model(IDS[row][None], use_cache=False).last_hidden_state[0]
 
 
-def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tensor:
-    """Add the product of every token's slot without reading on the host which slots there are, as graphs require."""
-    index = (slots.long() - 1).clamp(min=0)
-    used = torch.arange(weights.a.shape[2]) < weights.ranks[index, None]  # [T, R]
-    used &= (slots > 0)[:, None]
-    shrunk = torch.einsum("ti,tpri->tpr", x, weights.a[index]) * used[:, None]
-    part = (torch.arange(y.shape[1])[:, None] >= weights.ends).sum(1)  # [O]
-    return y.add_(torch.einsum("tor,tro->to", shrunk[:, part], weights.b[index]))
-
-
 def batches() -> Iterator[tuple[list[tuple[int, int]], Batch]]:
     """Yield the steps, with the row and the position of each row's last token."""
     done = [0] * 4
@@ -85,7 +75,7 @@ def batches() -> Iterator[tuple[list[tuple[int, int]], Batch]]:
 def apart(seed: int, slots: dict[int, int] = SLOTS, *, place_third: bool = True) -> float:
     """Return the largest difference from peft's hidden states. Single tokens must be computed by graphs."""
     path = model_path("llama")
-    model = paged_forward.load(path, kernels=replace(late_steps.kernels(), add_low_rank=add_low_rank))
+    model = paged_forward.load(path, kernels=replace(late_steps.kernels(), add_low_rank=pretended_gpu.add_low_rank))
     device, facts = LateDevice(Random(seed)), read_facts(path, {})
     plan = LoraPlan(enabled=True, max_rank=8, max_slots=2, targets=None)
     adapters = Adapters(model, plan, facts, torch.float32, torch.device("cpu"))
