@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.matmul.fused_weight import FusedWeight
 from ops.matmul.grouped import E2M1, GroupedWeight, factor_scales
 
 GROUP = 16  # inputs per scale
@@ -93,6 +94,14 @@ def input_factor(weight: GroupedWeight) -> Tensor:
     if weight.input_scales is None:
         raise ValueError("The weight has no scales of its inputs.")
     return weight.input_scales.amax()
+
+
+def exact_input(weight: Tensor) -> Tensor | float:
+    """Return a positive input that a product with this prepared weight does not round if the other inputs are 0.
+
+    For a weight that `with_fp4` packed, this is 6 times the factor of its inputs: the scale becomes 1 and the code 6.
+    """
+    return LARGEST / weight.parts[2] if isinstance(weight, FusedWeight) else 1.0
 
 
 def tiled(scales: Tensor) -> Tensor:

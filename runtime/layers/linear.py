@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.matmul.nvfp4 import exact_input
 from runtime.batch import ADAPTER
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
@@ -99,12 +100,12 @@ class Linear(Weighted):
         ranks must call this method together.
         """
         a, b, dtype = a.to(device).float(), b.to(device).float(), a.dtype
-        total = a.new_zeros(b.shape[1])
+        total, size = a.new_zeros(b.shape[1]), exact_input(self.get_parameter("weight"))
         for first in range(0, self.layout.in_size, SQUARED_COLUMNS):
             columns = torch.arange(first, min(first + SQUARED_COLUMNS, self.layout.in_size), device=a.device)
-            unit = F.one_hot(columns, self.layout.in_size).to(dtype)
+            unit = (F.one_hot(columns, self.layout.in_size) * size).to(dtype)
             # The product with unit vectors reads columns of a weight in any format.
-            weight = self.method.multiply(self, unit, None, self.kernels).float()  # [n, O]
+            weight = self.method.multiply(self, unit, None, self.kernels).float() / size  # [n, O]
             row = 0
             for part, rows in enumerate(self.layout.rows):
                 outputs = slice(row, row + rows.size)

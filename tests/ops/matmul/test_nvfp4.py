@@ -96,6 +96,15 @@ def test_products_are_those_of_rounded_rows(dtype: torch.dtype, shape: tuple[int
     assert 0.03 < distance < 0.12
 
 
+def test_a_column_is_read_back_by_an_input_that_is_not_rounded() -> None:
+    given = weight()
+    packed = with_fp4.prepare_grouped(given, BF16)
+    size = nvfp4.exact_input(packed)
+    columns = with_fp4.linear((torch.eye(160) * size).to(BF16), packed).float() / size
+    torch.testing.assert_close(columns, given.dequantised().T, rtol=4e-3, atol=1e-7)
+    assert nvfp4.exact_input(torch.ones(3, 3)) == 1.0
+
+
 def test_triton_gets_other_weights() -> None:
     given = weight()
     uneven = given._replace(scales=given.scales * torch.linspace(1, 1.3, 96).unsqueeze(1))
