@@ -178,14 +178,13 @@ def plan_of(kind: str, ranks: dict[str, Any], topk: int) -> Plan:
     ("kind", "ranks", "sizes", "depth", "topk"),
     [
         ("same", {"tp_size": 2}, (4, 8, 24), 2, 1),
-        ("other", {"tp_size": 2}, (), 1, 1),
+        pytest.param("other", {"tp_size": 2}, (), 1, 1, marks=pytest.mark.slow),
         ("same", {"pp_size": 2}, (), 0, 1),
         ("EAGLE", {"tp_size": 2}, (4, 8, 24), 2, 1),
         ("EAGLE", {"pp_size": 2}, (), 0, 1),
         ("same", GROUPS, (), 2, 1),
         ("other", {"tp_size": 2}, (4, 8, 24), 1, 6),
         ("EAGLE", GROUPS, (), 1, 6),
-        ("EAGLE", GROUPS, (), 1, 1),
     ],
     ids=str,
 )
