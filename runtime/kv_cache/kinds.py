@@ -16,7 +16,7 @@ This module does not import torch. Methods that run on the device import it when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -107,6 +107,16 @@ class CacheKind:
         """
         return {}
 
+    @staticmethod
+    def with_starts(arrays: Mapping[str, Any], rejected: Any) -> dict[str, Any]:
+        """Return those of `arrays` that depend on the starts of rows, for exact starts.
+
+        The arrays of `step_arrays` are for upper bounds of the starts. `rejected` [B] has the differences: the number
+        of draft tokens of each row's sequence that were rejected since. All arrays are tensors on the device, or NumPy
+        arrays.
+        """
+        return {}
+
     # --- at run time ---
 
     def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int, max_drafts: int = 0) -> None:
@@ -144,12 +154,17 @@ class CacheKind:
     def allocate(self, pages: list[int]) -> None:
         """Called after `pages` were allocated to a sequence. Their number never exceeds `num_available`."""
 
-    def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
+    def step_arrays(
+        self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints, unknown: Collection[int] = ()
+    ) -> dict[str, Ints]:
         """Return the int32 arrays that this kind's layers need in one step, by name. They are copied to the device.
 
         Called once per step, after its rows are chosen and before any of their pages is shared or freed. `page_table`
         [B, W] has the rows' pages in the prefix cache. A kind with its own pages returns an array "page_table" of the
         same shape, with the page ids in its own pool. The worker then also computes a slot mapping for that pool.
+
+        `unknown` are the rows for whose start the host knows only an upper bound. If the arrays depend on starts, the
+        kind returns further arrays, which `with_starts` replaces.
         """
         return {}
 

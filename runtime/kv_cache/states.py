@@ -3,7 +3,9 @@
 A pool has slots, each of which holds one state. A running sequence owns two slots and writes them in turn, so that its
 last token can be computed again from the state before it. With speculation, it owns as many further slots as a row has
 draft tokens. Every token of a row with draft tokens is a span of its own, so that the states after all its tokens are
-kept. The sequence's next row reads the state after the last accepted token.
+kept. The sequence's next row reads the state after the last accepted token. If only the device knows how many tokens
+were accepted, it chooses the slots to read and write from the row's *window*: the slots of the states after all numbers
+of tokens that the row may begin or end with.
 
 A *snapshot* is the state at the end of a page. A sequence that matches this page in the prefix tree resumes from the
 snapshot. States are never copied. Instead, a row that passes the end of a page with a snapshot is split into two spans:
@@ -17,11 +19,11 @@ initial state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -67,6 +69,17 @@ class _States:
         self.slots = {start: slot}
         return slot
 
+    def keep(self, low: int, high: int) -> list[int]:
+        """Forget all states except those after `low` .. `high` tokens. Return the slots of those before `high`.
+
+        Raises RuntimeError if one of them is gone.
+        """
+        kept = {length: self.slots[length] for length in range(low, high + 1) if length in self.slots}
+        if len(kept) <= high - low:
+            raise RuntimeError(f"A state after {low} to {high} tokens is gone; there are those after {[*self.slots]}.")
+        self.slots = kept
+        return [kept[length] for length in range(low, high)]
+
     def next_own(self, start: int, end: int) -> int:
         """Return the own slot for the state after `end` tokens. The span reads the state after `start` tokens.
 
@@ -75,9 +88,11 @@ class _States:
         self.base += start + 1 - end
         return self.own[(end + self.base) % len(self.own)]
 
-    def add(self, end: int, slot: int) -> None:
+    def add(self, end: int, slot: int, *, forgets: bool) -> None:
         """Record that `slot` gets the state after `end` tokens."""
-        if len(self.slots) >= len(self.own):  # an earlier span of the row may have written the same slot
+        # An earlier span of the row may have written the same slot. (A row of one sequence with draft tokens has fewer
+        # spans. If its start is unknown, two lengths may share a slot, because the row reaches only one of them.)
+        if forgets and len(self.slots) >= len(self.own):
             self.slots = {length: other for length, other in self.slots.items() if other != slot}
         self.slots[end] = slot
 
@@ -89,6 +104,28 @@ class _States:
 def own_slots(max_drafts: int) -> int:
     """Return how many slots a running sequence owns: one for the state before a row, and one for each of its tokens."""
     return OWN_SLOTS + max_drafts
+
+
+def _windows(spans: Ints, ends: Seq[int], earlier: Seq[Seq[int]]) -> dict[str, Ints]:
+    """Return the arrays from which the device chooses slots, for S spans of B rows.
+
+    - windows [B, W]: slots of the states before and after each of the row's spans, in the order of lengths. All rows
+      are aligned at the last possible start of the row.
+    - span_rows [S]: the row of each span
+    - span_places [S]: the place, in the row's window, of the state that the span reads
+    """
+    before = max(map(len, earlier), default=0)
+    firsts = [0, *ends[:-1]]
+    width = before + 1 + max(end - first for first, end in zip(firsts, ends, strict=True))
+    windows = np.zeros((len(ends), width), np.int32)
+    for row, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+        windows[row, before - len(earlier[row]) : before] = earlier[row]
+        windows[row, before] = spans[first, 0]
+        windows[row, before + 1 : before + 1 + end - first] = spans[first:end, 1]
+    counts = np.diff(ends, prepend=0)
+    rows = np.repeat(np.arange(len(ends), dtype=np.int32), counts)
+    places = np.arange(len(spans), dtype=np.int32) - np.array(firsts, np.int32)[rows] + np.int32(before)
+    return {"windows": windows, "span_rows": rows, "span_places": places}
 
 
 class StateKind(CacheKind):
@@ -171,17 +208,30 @@ class StateKind(CacheKind):
         states.slots[len(sequence.pages) * self._size] = slot
         self._states[sequence] = states
 
-    def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
-        """Return `spans` [S, 4]: slot to read, slot to write, first token in the flat batch, number of tokens."""
+    def step_arrays(
+        self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints, unknown: Collection[int] = ()
+    ) -> dict[str, Ints]:
+        """Return `spans` [S, 4]: slot to read, slot to write, first token in the flat batch, number of tokens.
+
+        If there are `unknown` rows, the arrays of `with_starts` are added.
+        """
         spans: list[tuple[int, int, int, int]] = []
-        first = 0
+        earlier: list[list[int]] = []  # row -> slots of the states before an unknown row's last possible start
+        first, ends = 0, list[int]()  # `ends`: number of spans after each row
         self._in_step.clear()
-        for sequence, start, count in zip(sequences, starts.tolist(), counts.tolist(), strict=True):
+        unknown = frozenset(unknown)
+        for row, (sequence, start, count) in enumerate(zip(sequences, starts.tolist(), counts.tolist(), strict=True)):
             states = self._states[sequence]
             if not states.own:
                 # Snapshots never take the slots that sequences own.
                 states.own = [self._free.pop() for _ in range(self.num_own)]
-            read = states.rewind(start)
+            if row in unknown:
+                in_flight = sequence.num_drafted - (count - 1)
+                earlier.append(states.keep(start - in_flight, start))
+                read = states.slots[start]
+            else:
+                read = states.rewind(start)
+                earlier.append([])
             self._in_step.add(read)
             for end in self._cuts(sequence, start, start + count):
                 own = states.next_own(start, end)
@@ -189,10 +239,23 @@ class StateKind(CacheKind):
                 slot = own if snapshot is None else snapshot
                 spans.append((read, slot, first, end - start))
                 self._in_step.add(slot)
-                states.add(end, slot)
+                states.add(end, slot, forgets=not earlier[-1])
                 first += end - start
                 read, start = slot, end
-        return {"spans": np.array(spans, np.int32)}
+            ends.append(len(spans))
+        arrays = {"spans": np.array(spans, np.int32)}
+        return arrays | _windows(arrays["spans"], ends, earlier) if unknown else arrays
+
+    @staticmethod
+    def with_starts(arrays: Mapping[str, Any], rejected: Any) -> dict[str, Any]:
+        """Return `spans` with the slots of rows that begin `rejected` tokens earlier."""
+        if "windows" not in arrays:
+            return {}
+        windows, rows = arrays["windows"], arrays["span_rows"]
+        place = arrays["span_places"] - rejected[rows]
+        spans = arrays["spans"] + 0  # a copy
+        spans[:, 0], spans[:, 1] = windows[rows, place], windows[rows, place + 1]
+        return {"spans": spans}
 
     def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:
         states = self._states[sequence]

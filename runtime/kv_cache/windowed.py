@@ -14,7 +14,7 @@ Attention reads no page before the window (`ops.attention`). For these positions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,9 @@ class WindowedPages(CacheKind):
             self._windowed[page] = self._free.pop()
             self._users[page] = 1
 
-    def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
+    def step_arrays(
+        self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints, unknown: Collection[int] = ()
+    ) -> dict[str, Ints]:
         return {"page_table": self._windowed[page_table]}
 
     def filled(self, sequences: Iterable[Sequence]) -> None:

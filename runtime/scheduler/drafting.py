@@ -48,8 +48,7 @@ class Drafting:
         self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts
         self._branches = self._topk > 1 or self._settings.max_breadth > 1
         self._max_step = plan.max_step_drafts
-        # After draft tokens in flight, the position of a row is unknown, but recurrent layers need exact positions.
-        self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
+        self._follows = plan.overlap_drafts
         self._follows_draws = plan.overlap_draws
         self._drafts_constraints = plan.draft_constraints
         # A late mask rewinds all tokens of a row.

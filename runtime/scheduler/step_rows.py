@@ -249,7 +249,10 @@ class StepRows:
             position_offsets=self._position_offsets(starts, counts) if tables.num_with_axes else None,
             media=tuple(self._media),
             mutual_spans=np.array(self._mutual_spans, np.int32) if self._mutual_spans else None,
-            kinds={kind.name: kind.step_arrays(self._sequences, starts, counts, page_table) for kind in cache.kinds},
+            kinds={
+                kind.name: kind.step_arrays(self._sequences, starts, counts, page_table, self._unknown_starts)
+                for kind in cache.kinds
+            },
             drafts=None if drafts is None else drafts.arrays(),
             read_by_drafter=read_by_drafter,
             unknown_starts=self._flags(self._unknown_starts) if self._unknown_starts else None,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.sampling.native import to_device
 from runtime.batch import UNKNOWN, Batch, Drafts, Ints, Sampling, uniform_numbers
+from runtime.kv_cache.registry import KINDS
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.branches import branch_arrays, is_trunk, take_branches
 
@@ -176,8 +177,10 @@ def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:
         return batch
     known = lengths.numpy()[batch.sequence_indices]
     starts, sampling = np.where(batch.unknown_starts, known, batch.starts), batch.sampling
+    rejected = batch.starts - starts
+    kinds = {kind: {**arrays, **KINDS[kind].with_starts(arrays, rejected)} for kind, arrays in batch.kinds.items()}
     if sampling is not None and sampling.draws is not None:
         seeds, bounds = sampling.draws
         positions = bounds - (batch.starts - starts)[sampling.row_of]
         sampling = replace(sampling, uniform=uniform_numbers(seeds, positions), draws=None)
-    return replace(batch, starts=starts, sampling=sampling, unknown_starts=None)
+    return replace(batch, starts=starts, sampling=sampling, kinds=kinds, unknown_starts=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -134,7 +134,9 @@ def _has_token_rows(batch: Batch) -> bool:
     return batch.unknown_starts is not None or batch.drafts is not None
 
 
-def _take_lengths(on_device: dict[str, Tensor], lengths: Tensor, page_size: int) -> None:
+def _take_lengths(
+    on_device: dict[str, Tensor], lengths: Tensor, page_size: int, kinds: Mapping[str, Iterable[str]]
+) -> None:
     """Replace the upper bounds of unknown starts by `lengths`, in all arrays that depend on starts."""
     known = lengths[on_device["sequence_indices"]]
     starts = torch.where(on_device["unknown_starts"], known, on_device["starts"])
@@ -143,6 +145,10 @@ def _take_lengths(on_device: dict[str, Tensor], lengths: Tensor, page_size: int)
         on_device["draft_lengths"] = starts[of_drafts] + 1
     rows = on_device["token_rows"]
     positions = on_device["positions"] + (starts - on_device["starts"])[rows]
+    for kind, names in kinds.items():
+        own = {name: on_device[f"{kind}.{name}"] for name in names}
+        for name, values in KINDS[kind].with_starts(own, on_device["starts"] - starts).items():
+            on_device[f"{kind}.{name}"] = values
     on_device |= {"starts": starts, "positions": positions}
     for name in [name for name in on_device if name.endswith("slot_mapping")]:
         table = on_device[name.replace("slot_mapping", "page_table")]
@@ -201,7 +207,7 @@ def prepare(
     if batch.unknown_starts is not None:
         if lengths is None:
             raise ValueError("A batch with unknown starts needs the lengths of its sequences.")
-        _take_lengths(on_device, lengths, cache.page_size)
+        _take_lengths(on_device, lengths, cache.page_size, batch.kinds)
     token_ids, offsets = on_device["token_ids"], on_device.get("position_offsets")
     attention = AttentionMetadata(
         page_table=on_device["page_table"],

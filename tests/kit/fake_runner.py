@@ -22,6 +22,7 @@ from runtime.constraint import Constraint
 from runtime.kv_cache.host_tier import HostTier
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.kv_cache.registry import KINDS
 from runtime.kv_cache.states import StateKind
 from runtime.kv_cache.storage_tier import StorageTier
 from runtime.kv_cache.windowed import WindowedPages, pages_held
@@ -230,7 +231,9 @@ class FakeRunner:
             assert length <= starts[row], "a start is not the upper bound of its row"
             starts[row] = length
             self.num_unknown_starts += 1
-        return replace(batch, starts=starts, unknown_starts=None)
+        rejected = batch.starts - starts
+        kinds = {kind: {**arrays, **KINDS[kind].with_starts(arrays, rejected)} for kind, arrays in batch.kinds.items()}
+        return replace(batch, starts=starts, kinds=kinds, unknown_starts=None)
 
     def _with_proposals(self, batch: Batch) -> Batch:
         """Propose the ids that a draft model must propose: some of them are right."""

@@ -99,18 +99,15 @@ def test_rows_that_draw_by_their_position_wait():
     assert not any(watched.followers)
 
 
-@pytest.mark.parametrize("why", ["plan", "states"])
-def test_no_row_follows_where_exact_lengths_are_wanted(why: str):
-    if why == "plan":
-        watched = Watched(plan={"overlap_drafts": False})
-    else:
-        watched = Watched(num_states=40, plan={"max_drafts": 1})
+@pytest.mark.parametrize("overlaps", [False, True], ids=["exact", "unknown"])
+def test_rows_follow_unless_exact_lengths_are_wanted(overlaps: bool):
+    watched = Watched(num_states=40, plan={"max_drafts": 3, "overlap_drafts": overlaps})
     sequences = [greedy(1), plain(11)]
-    watched.add(*sequences, drafts=1)
+    watched.add(*sequences, drafts=3)
     watched.run()
     watched.check(*sequences)
     assert sequences[0].draft_counts
-    assert not any(watched.followers)
+    assert any(watched.followers) == overlaps
 
 
 def in_flight(**changes: Any) -> tuple[Watched, Sequence, Sequence]:
