@@ -75,8 +75,13 @@ class Segments:
     # these cover all tokens of the step.
     spans: Tensor
     host: NDArray[np.int32] | None = None  # copy of `spans` on the host; None: `waves` copies them from the device
-    # Whether a CUDA graph captures the step. All spans are then `independent`, but the host does not know them.
+    # Whether a CUDA graph captures the step. All spans then have one token, but the host does not know them.
     captured: bool = False
+    # Whether a captured step may have spans that continue from other spans of the step. If not, all are `independent`.
+    chained: bool = False
+    # Whether `host` has the right slots. If not, only the device knows them: spans of one token may read and write
+    # other slots, but depend on each other as in `host`.
+    slots_known: bool = True
     # Values that a backend derives from the spans once per step, by a key of the backend.
     plans: dict[Any, Any] = field(default_factory=dict)
 
@@ -93,31 +98,42 @@ class Segments:
         """
         if self.captured:
             reads, writes, tokens, _ = self.spans.long().unbind(1)
-            return (Wave(tokens, reads, writes, ()),)
+            # With chains, each token is a wave, because the host does not know how they depend on each other.
+            size = 1 if self.chained else max(len(tokens), 1)
+            parts = zip(tokens.split(size), reads.split(size), writes.split(size), strict=True)
+            return tuple(Wave(*part, ()) for part in parts)
         rows = (self.spans if self.host is None else self.host).tolist()
-        spans, device = [Span(*each) for each in rows], self.spans.device
-        waves: list[list[Span]] = []
+        spans = [Span(*each) for each in rows]
+        waves: list[list[int]] = []
         written: dict[int, int] = {}  # slot -> number of the wave after the last wave that writes it
         read: dict[int, int] = {}  # slot -> number of the wave after the last wave that reads it
-        for span in spans:
+        for index, span in enumerate(spans):
             number = max(written.get(span.read, 0), read.get(span.write, 0))
             while len(waves) <= number:
                 waves.append([])
-            waves[number].append(span)
+            waves[number].append(index)
             written[span.write] = number + 1
             if span.read != span.write:
                 read[span.read] = max(read.get(span.read, 0), number + 1)
-        return tuple(_wave(each, device) for each in waves)
+        return tuple(self._wave(each, spans) for each in waves)
+
+    def _wave(self, indices: Sequence[int], spans: Sequence[Span]) -> Wave:
+        single, device = [index for index in indices if spans[index].count == 1], self.spans.device
+        if self.slots_known:
+            columns = torch.tensor([(*spans[index][:3],) for index in single], dtype=torch.int64)
+            reads, writes, tokens = to_device(columns.view(-1, 3).t().contiguous(), device)
+        else:
+            chosen = self.spans[to_device(torch.tensor(single, dtype=torch.int64), device)].long()
+            reads, writes, tokens = chosen[:, 0], chosen[:, 1], chosen[:, 2]
+        return Wave(tokens, reads, writes, tuple(spans[index] for index in indices if spans[index].count > 1))
+
+
+def single_tokens(spans: NDArray[np.int32]) -> bool:
+    """Return whether all spans [S, 4] have one token."""
+    return bool((spans[:, 3] == 1).all())
 
 
 def independent(spans: NDArray[np.int32]) -> bool:
     """Return whether all spans [S, 4] have one token, and no span reads or writes a slot that another span writes."""
     reads, writes = spans[:, 0], spans[:, 1]
-    return bool((spans[:, 3] == 1).all()) and len(np.unique(writes)) == len(writes) and not np.isin(reads, writes).any()
-
-
-def _wave(spans: list[Span], device: torch.device | str) -> Wave:
-    single = [span for span in spans if span.count == 1]
-    columns = torch.tensor([(span.start, span.read, span.write) for span in single], dtype=torch.int64)
-    tokens, reads, writes = to_device(columns.view(-1, 3).t().contiguous(), torch.device(device))
-    return Wave(tokens, reads, writes, tuple(span for span in spans if span.count > 1))
+    return single_tokens(spans) and len(np.unique(writes)) == len(writes) and not np.isin(reads, writes).any()

@@ -40,7 +40,7 @@ def convolve(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not num_tokens:
         return out
-    order = links_of(segments, num_tokens, CHUNK)
+    order = links_of(segments, num_tokens, CHUNK, scratch_slot(pool, segments))
     strides = (x.stride(0), *((0, 0) if before is None or after is None else (before.stride(0), after.stride(0))))
     if order.single:
         block = min(SINGLE_CHANNELS_BLOCK, triton.next_power_of_2(channels))

@@ -51,7 +51,7 @@ def delta_rule(
     out, spans = torch.empty(v.shape, dtype=v.dtype, device=v.device), segments.spans
     if not len(v):
         return out
-    order = links_of(segments, len(v), chunk_of(q))
+    order = links_of(segments, len(v), chunk_of(q), scratch_slot(pool, segments))
     (groups, size), (heads, out_size) = q.shape[1:], v.shape[1:]
     block = columns_block(out_size)
     shapes = {"HEADS": heads, "RATIO": heads // groups, "D": size, "E": out_size}

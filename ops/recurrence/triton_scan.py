@@ -51,7 +51,7 @@ def scan(
     out, spans = torch.empty(x.shape, dtype=x.dtype, device=x.device), segments.spans
     if not len(x):
         return out
-    order = links_of(segments, len(x), chunk_of(b))
+    order = links_of(segments, len(x), chunk_of(b), scratch_slot(pool, segments))
     (groups, state_size), (heads, size) = b.shape[1:], x.shape[1:]
     operands = (x, dt, b, c, rate, shift, skip, pool, out, spans, order.links, low, min(high, MAX_TIME))
     strides = (spans.stride(0), spans.stride(1), *(each.stride(0) for each in (x, dt, b, c)))

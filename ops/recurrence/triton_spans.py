@@ -47,16 +47,19 @@ class Links:
     may_be_long: bool  # whether the step may have long chains
 
 
-def links_of(segments: Segments, num_tokens: int, chunk: int) -> Links:
-    """Return the order of the spans, and their chunks of `chunk` tokens. Computed once per step and chunk size."""
+def links_of(segments: Segments, num_tokens: int, chunk: int, scratch: int) -> Links:
+    """Return the order of the spans, and their chunks of `chunk` tokens. Computed once per step and chunk size.
+
+    `scratch` is the slot of padding rows (see `scratch_slot`), which do not depend on each other.
+    """
     if chunk not in segments.plans:
-        segments.plans[chunk] = _links(segments, num_tokens, chunk)
+        segments.plans[chunk] = _links(segments, num_tokens, chunk, scratch)
     return segments.plans[chunk]
 
 
-def _links(segments: Segments, num_tokens: int, chunk: int) -> Links:
+def _links(segments: Segments, num_tokens: int, chunk: int, scratch: int) -> Links:
     spans, host = segments.spans, segments.host
-    if segments.captured or (host is not None and independent(host)):
+    if (segments.captured and not segments.chained) or (host is not None and independent(host)):
         return Links(spans, spans, single=True, may_be_long=False)
     num_spans = len(spans)
     links = torch.empty((num_spans, COLUMNS.value), dtype=torch.int32, device=spans.device)
@@ -68,6 +71,7 @@ def _links(segments: Segments, num_tokens: int, chunk: int) -> Links:
             chunks,
             num_spans,
             len(chunks),
+            scratch,
             spans.stride(0),
             spans.stride(1),
             CHUNK=chunk,
@@ -75,7 +79,7 @@ def _links(segments: Segments, num_tokens: int, chunk: int) -> Links:
             BLOCK=SPANS_BLOCK,
             num_warps=8,
         )
-    may_be_long = host is None or bool((host[:, 3] > SHORT).any())
+    may_be_long = not segments.captured and (host is None or bool((host[:, 3] > SHORT).any()))
     return Links(links, chunks, single=False, may_be_long=may_be_long)
 
 
@@ -90,13 +94,14 @@ def _link(links, index, column: tl.constexpr, num_spans):
 
 
 # These arguments vary between steps. Triton would compile further variants for the value 1 and multiples of 16.
-@triton.jit(do_not_specialize=["num_spans", "num_chunks", "span_stride", "field_stride"])
+@triton.jit(do_not_specialize=["num_spans", "num_chunks", "scratch", "span_stride", "field_stride"])
 def _link_kernel(
     spans,  # [num_spans, 4]: slot to read, slot to write, first token, number of tokens
     links,  # [num_spans, COLUMNS]
     chunks,  # [num_chunks, 2]
     num_spans,
     num_chunks,
+    scratch,  # slot that padding rows write; -1: no padding rows
     span_stride,
     field_stride,
     CHUNK: tl.constexpr,
@@ -135,12 +140,14 @@ def _link_kernel(
         own = base + lanes
         read = _field(spans, own, 0, span_stride, field_stride, num_spans, -1)
         write = _field(spans, own, 1, span_stride, field_stride, num_spans, -2)
+        write = tl.where(write == scratch, -5 - own, write)  # a slot of its own
         run = _link(links, own, RUN, num_spans)
         shared = tl.zeros([BLOCK], tl.int32)
         for other in range(0, num_spans, BLOCK):
             theirs = other + lanes
             theirs_read = _field(spans, theirs, 0, span_stride, field_stride, num_spans, -4)[None, :]
             theirs_write = _field(spans, theirs, 1, span_stride, field_stride, num_spans, -3)[None, :]
+            theirs_write = tl.where(theirs_write == scratch, -5 - theirs[None, :], theirs_write)
             meet = (theirs_write == read[:, None]) | (theirs_write == write[:, None]) | (theirs_read == write[:, None])
             meet = meet & (_link(links, theirs, RUN, num_spans)[None, :] != run[:, None])
             shared = tl.maximum(shared, tl.max(meet.to(tl.int32), axis=1))

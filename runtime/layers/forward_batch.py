@@ -128,6 +128,8 @@ class KindInputs(NamedTuple):
     # The step's own metadata, or a variant if the kind has its own page table and slot mapping.
     attention: AttentionMetadata
     host: Mapping[str, NDArray[np.int32]] | None = None  # `arrays` on the host; None if the step is captured
+    is_exact: bool = True  # whether `host` equals `arrays`. If not, it is for upper bounds of the rows' starts.
+    chained: bool = False  # whether the step is captured for rows with draft tokens, which continue from each other
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -104,7 +104,9 @@ def segments_in(batch: ForwardBatch) -> Segments:
     if key not in plan_cache:
         inputs, captured = batch.kinds[KIND], batch.attention.replans is not None
         host = None if inputs.host is None else inputs.host["spans"]
-        plan_cache[key] = Segments(inputs.arrays["spans"], host, captured)
+        plan_cache[key] = Segments(
+            inputs.arrays["spans"], host, captured, chained=inputs.chained, slots_known=inputs.is_exact
+        )
     return plan_cache[key]
 
 

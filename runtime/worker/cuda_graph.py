@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
-from ops.recurrence import ZEROS, independent
+from ops.recurrence import ZEROS, independent, single_tokens
 from ops.sampling import SamplingArrays
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
@@ -51,6 +51,8 @@ class _Kind(NamedTuple):
 
     chooses: bool  # whether it samples tokens
     repeats: bool = False  # whether it also stores the KV of some tokens in a second slot, for branches of drafts
+    # Whether rows may continue from the recurrent states of other rows, as the tokens of a row with draft tokens do.
+    chained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class CudaGraphRunner:
 
     Every row of a graph computes one token. A row of several tokens (a batch with `token_rows`) becomes one row for
     each token, with the same pages. This is correct because every layer stores the KV of all rows before any row
-    attends.
+    attends. Recurrent layers compute the rows of a sequence in order (`_Kind.chained`).
 
     A graph captures `eager` (usually the model) with a batch of fixed buffers, into which a step's inputs are copied.
     Padding rows write to the cache's scratch page and read its position 0. An attention backend that plans with the
@@ -104,6 +106,7 @@ class CudaGraphRunner:
         prompts: PromptGraphs | None = None,
         states: Callable[[Tensor], Tensor] | None = None,
         takes_branches: bool = False,
+        takes_drafts: bool = False,
         collect_garbage: bool = False,
         profile: bool = False,
     ) -> None:
@@ -124,7 +127,7 @@ class CudaGraphRunner:
         self._states_of = states
         # See `states` above: [T, S] of the last step's tokens, valid until the next step.
         self.states: Tensor | None = None
-        self._takes_branches = takes_branches
+        self._takes_branches, self._takes_drafts = takes_branches, takes_drafts
         self._waiting: list[tuple[int, _Kind]] = []  # sizes and kinds of the graphs to capture, the next one last
         self._num_missed = 0  # number of steps since the last capture that ran eagerly because their graph was missing
         self._requested: set[_Kind] = set()
@@ -218,9 +221,11 @@ class CudaGraphRunner:
         return self.is_waiting()
 
     def request_all(self) -> int:
-        """Request graphs of all sizes for branches and prompts too. Return the number of captures that remain."""
+        """Request graphs of all sizes for drafts, branches and prompts too. Return how many captures remain."""
         if self._takes_branches and self._capturable:
             self._request_capture(_Kind(self._choice is not None, repeats=True))
+        if self._takes_drafts and self._capturable and _spans(self._buffers):
+            self._request_capture(_Kind(self._choice is not None, chained=True))
         if self._prompts is None:
             return self.num_waiting
         self._prompts.request_all()
@@ -284,9 +289,9 @@ class CudaGraphRunner:
         size = self._fitting(batch)
         if size is None:
             return None
+        kind = _Kind(arrays is not None, batch.attention.repeated is not None, _is_chained(batch))
         if batch.token_rows is not None:
             batch = _one_token_per_row(batch, batch.token_rows)
-        kind = _Kind(arrays is not None, batch.attention.repeated is not None)
         captured = self._graphs.get((size, kind))
         if captured is None:
             if not is_requested:
@@ -329,12 +334,16 @@ class CudaGraphRunner:
                 return None
             num_rows = max(num_rows, -(-len(attention.repeated[0]) // REPEATS_PER_ROW))
         has_several = any(count != 1 for count in attention.counts_host)
-        if not self._capturable or (has_several and (batch.token_rows is None or _spans(batch))):
+        if not self._capturable or (has_several and batch.token_rows is None):
             return None
         if attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
             return None
         for inputs in batch.kinds.values():
-            if SPANS in inputs.arrays and (inputs.host is None or not independent(inputs.host[SPANS])):
+            if SPANS not in inputs.arrays:
+                continue
+            if inputs.host is None or not single_tokens(inputs.host[SPANS]):
+                return None
+            if batch.token_rows is None and not independent(inputs.host[SPANS]):
                 return None
         return self._buckets.take(num_rows)
 
@@ -463,7 +472,7 @@ class CudaGraphRunner:
                 positions=buffers.positions[:size],
                 attention=attention,
                 **_first_optional(buffers, size),
-                kinds=_first_kinds(buffers, attention, others),
+                kinds=_first_kinds(buffers, attention, others, chained=kind.chained),
             )
         )
         states = () if self._states_of is None else (self._states_of(hidden),)
@@ -566,7 +575,7 @@ def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
 def _one_token_per_row(batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
     """Return the batch with a row for each of its T tokens. `rows` int64 [T] maps a token to its row.
 
-    All cache kinds of the batch must have page tables.
+    Every span must have one token.
     """
     attention = batch.attention
     starts = [
@@ -585,11 +594,19 @@ def _one_token_per_row(batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
         plan_cache={},
     )
     kinds = {
-        name: kind_inputs({"page_table": own.page_table[rows]}, own.slot_mapping, attention, own.repeated)
+        name: kind._replace(attention=attention)
+        if SPANS in kind.arrays
+        else kind_inputs({"page_table": own.page_table[rows]}, own.slot_mapping, attention, own.repeated)
         for name, kind in batch.kinds.items()
         for own in (kind.attention,)
     }
     return replace(batch, token_rows=None, row_values=batch.token_values, attention=attention, kinds=kinds)
+
+
+def _is_chained(batch: ForwardBatch) -> bool:
+    """Return whether the spans of a step depend on each other."""
+    hosts = (kind.host for kind in batch.kinds.values() if SPANS in kind.arrays)
+    return any(host is not None and not independent(host[SPANS]) for host in hosts)
 
 
 def _all_greedy(num_rows: int) -> SamplingArrays:
@@ -611,17 +628,18 @@ def _spans(buffers: ForwardBatch) -> list[tuple[str, Tensor]]:
 
 
 def _first_kinds(
-    buffers: ForwardBatch, attention: AttentionMetadata, tables: Sequence[AttentionMetadata]
+    buffers: ForwardBatch, attention: AttentionMetadata, tables: Sequence[AttentionMetadata], *, chained: bool
 ) -> dict[str, KindInputs]:
     """Return the inputs of the cache kinds for the rows of `attention`.
 
-    `tables` are the page tables of these rows: one for each cache kind that has its own pages.
+    `tables` are the page tables of these rows: one for each cache kind that has its own pages. `chained` says whether
+    spans may depend on each other.
     """
     size, own = len(attention.counts_host), iter(tables)
     kinds = {}
     for name, kind in buffers.kinds.items():
         if SPANS in kind.arrays:
-            kinds[name] = KindInputs({SPANS: kind.arrays[SPANS][:, :size].t()}, attention)
+            kinds[name] = KindInputs({SPANS: kind.arrays[SPANS][:, :size].t()}, attention, chained=chained)
         else:
             table = next(own)
             kinds[name] = KindInputs({"page_table": table.page_table}, table)

@@ -235,7 +235,7 @@ def prepare(
             on_device.get(f"{kind}.slot_mapping"),
             attention,
             repeated(f"{kind}."),
-        )._replace(host=own)
+        )._replace(host=own, is_exact=batch.unknown_starts is None)
         for kind, own in batch.kinds.items()
     }
     forward = ForwardBatch(

@@ -871,6 +871,7 @@ class ModelWorker:
             else None,
             states=states,
             takes_branches=self._setup.takes_branches and chooses,
+            takes_drafts=self._setup.max_drafts > 0,
             collect_garbage=graphs.collect_garbage,
             profile=graphs.profile,
         )

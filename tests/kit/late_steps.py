@@ -133,7 +133,7 @@ WHOLE_SHAPE = (  # families with several kinds of layers
     *("llama4", "llama4_seeing", "ministral"),
     *("nemotron_nas", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next"),
 )
-STATES = 24  # state slots of a pool for recurrent layers
+STATES = 28  # state slots of a pool for recurrent layers
 
 
 def mix(

@@ -182,8 +182,6 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
         return f"{facts.architecture} generates no tokens"
     if model is None:
         return None
-    if gpu is not None and facts.recurrent:
-        return "on a GPU, the states of recurrent layers cannot take back a draft model's tokens; use NGRAM"
     if model in HEADS and builder.args.graphs.enable_torch_compile:
         return "a compiled forward (--enable-torch-compile) does not return the hidden states that draft heads read"
     return None

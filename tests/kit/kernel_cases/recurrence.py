@@ -20,6 +20,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype = torch.float32  # of states; the inputs of convolutions are float32
     captured: bool = False  # whether the spans are unknown on the host, as in a graph
+    chained: bool = False  # whether the graph is for rows with draft tokens
     groups: int = 2
     heads: int = 4
     key_dim: int = 20
@@ -39,10 +40,13 @@ MIXED = (
     *((6, 7, 17), (5, 6, 1)),  # overwrites a state that an earlier span reads
     *((0, 8, 1), (9, 8, 2)),  # both spans write the same slot
 )
+SCRATCH = NUM_SLOTS - 1
+DRAFTS = (*((1, 2, 1), (2, 3, 1), (3, 7, 1)), (4, 5, 1), *((0, 6, 1), (6, 8, 1)), *[(0, SCRATCH, 1)] * 3)
 CASES: dict[str, Case] = {
     "single tokens": Case(SINGLE),
     "single tokens of a graph": Case(SINGLE, captured=True),
     "drafts": Case(((1, 2, 1), (2, 3, 1), (4, 5, 3), (5, 6, 1), (0, 7, 5))),
+    "drafts in a graph with padding rows": Case(DRAFTS, captured=True, chained=True),
     "a prompt": Case(PROMPT),
     "prompts and single tokens": Case((*PROMPT, (3, 4, 1), (0, 5, 33), (6, 7, 130))),
     "rows that share states": Case(MIXED),
@@ -103,10 +107,15 @@ def outputs(backend: Any, case: Case) -> list[Tensor]:
         start += count
     segments = Segments.build(spans)
     if case.captured:
-        segments = Segments(segments.spans.t().contiguous().t(), captured=True)
+        segments = Segments(segments.spans.t().contiguous().t(), captured=True, chained=case.chained)
     each = drawn(case)
     pools = pools_of(each)
-    return [*operations(backend, case, each, pools, segments), *pools]
+    return [*operations(backend, case, each, pools, segments), *written(case, pools)]
+
+
+def written(case: Case, pools: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the slots of the pools that a backend must write. In a graph, it may omit those of padding rows."""
+    return [pool[:SCRATCH] if case.captured else pool for pool in pools]
 
 
 def expected(case: Case) -> list[Tensor]:
@@ -127,7 +136,7 @@ def expected(case: Case) -> list[Tensor]:
         else:
             parts.append(operations(native, case, each | rows, pools, Segments.build([Span(read, write, 0, count)])))
         start += count
-    return [*(torch.cat(column) for column in zip(*parts, strict=True)), *pools]
+    return [*(torch.cat(column) for column in zip(*parts, strict=True)), *written(case, pools)]
 
 
 def is_close(found: list[Tensor], wanted: list[Tensor]) -> bool:

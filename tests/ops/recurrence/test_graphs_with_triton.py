@@ -39,7 +39,6 @@ def use_triton(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
 def test_captured_kernels_give_the_tokens_of_native(
     family: str, with_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(late_steps, "MAX_DRAFTS", 1)
     expected = late_steps.outputs(PROMPTS, family=family, ways=GREEDY)
     use_triton(monkeypatch, family)
     device = LateDevice(Random(1))
@@ -48,8 +47,8 @@ def test_captured_kernels_give_the_tokens_of_native(
             PROMPTS,
             family=family,
             device=device,
-            depth=1 if with_drafts else 2,
-            sizes=(1, 2, 4),
+            depth=2,
+            sizes=(1, 2, 4, 16) if with_drafts else (1, 2, 4),
             capture_every=1,
             ways=GREEDY,
             drafts=expected if with_drafts else None,
@@ -57,3 +56,4 @@ def test_captured_kernels_give_the_tokens_of_native(
     assert found == expected
     assert "_single_kernel" in names
     assert "_chunk_kernel" in names
+    assert "_link_kernel" in names

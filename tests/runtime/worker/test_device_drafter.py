@@ -10,6 +10,7 @@ import pytest
 
 import late_steps
 from fake_device import LateDevice
+from ops.recurrence import independent
 from runtime.batch import Batch, StepOutput
 from runtime.modeling.decoder import Decoder
 from runtime.speculative import model_drafts
@@ -46,6 +47,46 @@ def test_drafts_change_no_token(draft_model: Callable[[], Decoder], sizes: tuple
         assert any(batch.drafts is not None for batch in seen)
         if depth:
             assert any(batch.drafts is not None and batch.unknown_starts is not None for batch in seen)
+
+
+@pytest.mark.parametrize(
+    ("family", "methods"),
+    [
+        ("qwen3_next", "model"),  # gated delta nets
+        pytest.param("qwen3_next", "lookup", marks=pytest.mark.slow),
+        pytest.param("granitemoehybrid", "model", marks=pytest.mark.slow),  # Mamba 2
+        pytest.param("lfm2", "model", marks=pytest.mark.slow),  # short convolutions
+    ],
+)
+def test_drafts_change_no_token_of_recurrent_layers(family: str, methods: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state to continue from is chosen on the device, and graphs compute the tokens of a row in order."""
+    seen, chained = list[Batch](), [0]
+    replay = CudaGraphRunner._replay
+
+    def counted(runner: CudaGraphRunner, batch, arrays, **more):
+        results = replay(runner, batch, arrays, **more)
+        chained[0] += results is not None and any(not independent(each.host["spans"]) for each in batch.kinds.values())
+        return results
+
+    monkeypatch.setattr(CudaGraphRunner, "_replay", counted)
+    expected = late_steps.outputs(PROMPTS[2:], family=family)
+    more: dict[str, Any] = {"draft_model": late_steps.other_model(), "draft_methods": "model"}
+    if methods == "lookup":
+        more = {"drafts": expected}
+    found = late_steps.outputs(
+        PROMPTS[2:],
+        family=family,
+        device=LateDevice(Random(2), haste=0.5),
+        depth=2,
+        sizes=(4, 8, 24),
+        capture_every=1,
+        watch=seen.append,
+        **more,
+    )
+    assert found == expected
+    assert chained[0] > 5
+    unknown = [batch for batch in seen if batch.drafts is not None and batch.unknown_starts is not None]
+    assert unknown or methods == "lookup"
 
 
 @pytest.mark.slow

@@ -210,8 +210,8 @@ def test_spans_on_the_host_are_not_copied_from_the_device(monkeypatch: pytest.Mo
     made: list[Segments] = []
     build = recurrent.Segments
 
-    def recorded(*args: Any) -> Segments:
-        made.append(build(*args))
+    def recorded(*args: Any, **more: Any) -> Segments:
+        made.append(build(*args, **more))
         return made[-1]
 
     monkeypatch.setattr(recurrent, "Segments", recorded)
