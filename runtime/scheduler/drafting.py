@@ -47,7 +47,7 @@ class Drafting:
         self._catch_up = CatchUp()
         self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts
         self._branches = self._topk > 1 or self._settings.max_breadth > 1
-        self._max_step = plan.max_step_drafts
+        self._max_step, self._max_row = plan.max_step_drafts, plan.max_drafts
         self._follows = plan.overlap_drafts
         self._follows_draws = plan.overlap_draws
         self._drafts_constraints = plan.draft_constraints
@@ -103,7 +103,7 @@ class Drafting:
             if sequence.drafter is None or left <= 0:
                 continue
             # The row yields up to one token more than it proposes.
-            limit = min(left, share, sequence.max_tokens - sequence.num_tokens - 1)
+            limit = min(left, share, self._max_row, sequence.max_tokens - sequence.num_tokens - 1)
             if limit <= 0:
                 continue
             ids = sequence.drafter.propose(sequence.ids, sequence.num_pending, limit)

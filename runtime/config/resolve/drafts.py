@@ -60,7 +60,7 @@ def draft_decisions(
     """Return the decisions about draft tokens for the scheduler's section of the plan."""
     by_model = model_method(builder) is not None
     _check_used(builder)
-    numbers = _max_drafts(builder, gpu, facts)
+    numbers = _max_drafts(builder, facts)
     step_drafts = Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts")
     if by_model and gpu is None:
         step_drafts = Decision(MODEL_STEP_DRAFTS, "on a CPU, larger steps with more drafts do not pay")
@@ -154,11 +154,11 @@ def _check_used(builder: PlanBuilder) -> None:
             builder.refuse(option, f"{flag} needs --speculative-algorithm {' or '.join(readers)}.")
 
 
-def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str, Decision]:
+def _max_drafts(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
     algorithm, model = builder.args.speculative.speculative_algorithm, model_method(builder)
     if algorithm is None:
         return dict.fromkeys(_NUMBERS, Decision(0, "no --speculative-algorithm is set"))
-    why = _no_drafts_because(builder, gpu, facts, model)
+    why = _no_drafts_because(builder, facts, model)
     if why is not None:
         builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}, or leave it out.")
         return dict.fromkeys(_NUMBERS, Decision(0, why))
@@ -176,7 +176,7 @@ def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dic
     return {**decisions, "max_drafts": max(decisions.values(), key=lambda each: each.value)}
 
 
-def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, model: str | None) -> str | None:
+def _no_drafts_because(builder: PlanBuilder, facts: ModelFacts, model: str | None) -> str | None:
     """Return the reason why there cannot be draft tokens, or None if there can be."""
     if facts.is_encoder:
         return f"{facts.architecture} generates no tokens"

@@ -273,7 +273,7 @@ def test_a_gpu_takes_drafts_of_a_small_model() -> None:
     assert (found.scheduler.draft_topk, found.scheduler.max_model_drafts, found.scheduler.max_row_drafts) == (4, 3, 15)
     assert max(found.graphs.sizes) == 8 * 16
     assert plan(H200, **small, enable_torch_compile=True).scheduler.max_model_drafts == 4
-    assert "states of recurrent layers" in refusals(H200, replace(FACTS, recurrent=True), **small)
+    assert plan(H200, replace(FACTS, recurrent=True), **small).scheduler.max_model_drafts == 4
     two = replace(H200, gpus=H200.gpus * 2)
     assert plan(two, **small, tp_size=2).scheduler.max_model_drafts == 4
     assert plan(two, **small, pp_size=2).scheduler.max_model_drafts == 4
