@@ -438,7 +438,8 @@ class _Parts:
         try:
             with torch.inference_mode():
                 for kept, new in zip(self.kept, tree_leaves(self._run(divide)), strict=True):
-                    kept.copy_(new)
+                    if isinstance(kept, Tensor):  # a result may be None
+                        kept.copy_(new)
         except BaseException as error:
             self._error = error
         stopped.release()
