@@ -116,7 +116,8 @@ def test_triton_gets_other_weights() -> None:
         (uneven, BF16),
     ):
         packed = with_fp4.prepare_grouped(other, dtype)
-        assert isinstance(packed, with_triton.Packed)
+        assert type(packed) is type(with_triton.prepare_grouped(other, dtype))
+        assert not isinstance(packed, FusedWeight)
         assert with_fp4.row_group(packed) is None
     x = torch.randn(3, 16)
     torch.testing.assert_close(with_fp4.linear(x, torch.ones(4, 16), torch.ones(4)), x @ torch.ones(16, 4) + 1)
