@@ -561,6 +561,14 @@ def test_decode_loads_the_next_keys_during_products(tmp_path: Path) -> None:
     assert not faults(kernels[0], DECODE, tmp_path)
 
 
+def test_decode_with_a_float8_cache_converts_pairs_in_three_blocks(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _attend(ONE_EACH, pool_dtype=torch.float8_e4m3fn)
+    assert not faults(kernels[0], Wanted(blocks=3, wide_copies=True), tmp_path)
+    code = machine_code(kernels[0], tmp_path)
+    assert not any("HADD2.F32" in line for line in code)  # a conversion of single numbers through float32
+
+
 def test_one_row_with_a_long_context_has_programs_for_all_multiprocessors() -> None:
     with compiling_for(90) as kernels:
         _attend([1], width=32_768 // PAGE)
