@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,7 +143,7 @@ class AdapterRegistry:
         self._check_on()
         _check_name(name)
         entry = _Entry(Adapter(next(self._ids), name, path, pinned), used=next(self._clock), temporary=temporary)
-        return await self._alone(self._load_named(entry, replace=replace))
+        return await self._alone(partial(self._load_named, entry, replace=replace))
 
     async def _load_named(self, entry: _Entry, *, replace: bool) -> Adapter:
         try:
@@ -218,7 +219,7 @@ class AdapterRegistry:
             await self._fetch(adapter)
         while not self.is_ready(adapter):
             self._freed.clear()
-            if not await self._alone(self._bring_back(adapter)):
+            if not await self._alone(partial(self._bring_back, adapter)):
                 await self._freed.wait()
 
     def current(self, adapter: Adapter) -> Adapter:
@@ -368,15 +369,15 @@ class AdapterRegistry:
         entry.resident, entry.load_s = True, time.monotonic() - began_s
         self.load_s.observe(entry.load_s)
 
-    async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` while holding the lock that excludes other loads.
+    async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` while holding the lock that excludes other loads.
 
         Cancelling the caller does not interrupt `work`.
         """
 
         async def run() -> T:
             async with self._lock:
-                return await work
+                return await work()
 
         return await asyncio.shield(self._kept(asyncio.create_task(run())))
 

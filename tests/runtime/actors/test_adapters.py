@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,3 +62,19 @@ async def test_an_adapter_whose_files_changed_is_not_loaded_again(tmp_path: Path
     assert not registry.is_ready(second)
     assert verbs[-1] == "drop_adapter"
     await registry.ready(await registry.load("b", str(weights[1].parent), replace=True))
+
+
+async def test_a_load_that_is_cancelled_while_it_waits_leaves_no_coroutine(tmp_path: Path) -> None:
+    """An event loop that closes cancels all tasks, also those that have not begun."""
+    registry = AdapterRegistry(LoraPlan(enabled=True), list)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        loading = asyncio.create_task(registry.load("name", str(tmp_path)))
+        await asyncio.sleep(0)
+        [task] = registry._tasks
+        task.cancel()
+        await asyncio.wait({loading})
+        assert loading.cancelled()
+        del loading, task
+        gc.collect()
+    assert not [each for each in found if issubclass(each.category, RuntimeWarning)]
