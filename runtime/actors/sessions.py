@@ -169,7 +169,9 @@ class Sessions:
         for rid, turn in list(session.turns.items()):  # a request comes after the one that it continues
             if kept is None or turn.parent in later:
                 later.add(turn)
-                if not turn.is_live:
+                if turn.is_live:
+                    turn.parent = kept  # the requests between them are forgotten
+                else:
                     self._drop(session, rid)
 
     def _find(self, name: str, owner: str | None) -> _Session:

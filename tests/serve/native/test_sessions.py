@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ import tiny_models
 from runtime.actors import sessions
 from runtime.actors.sessions import Sessions
 from runtime.errors import InvalidRequest
+from runtime.request import Request, SessionParams
+from runtime.sampling_params import SamplingParams
 from serve import Engine
 from serve.server.app import build_app
 
@@ -86,6 +89,29 @@ async def test_replace_follows_turns_whose_label_is_used_again(engine: Engine):
     await ask(engine, [8], id=session, rid=one, replace=True)
     with pytest.raises(InvalidRequest, match="has no request"):
         await ask(engine, [9], id=session, rid="again")
+
+
+def test_replace_forgets_a_turn_that_was_live_at_an_earlier_replace():
+    """The turn between them was forgotten by the earlier one."""
+    table = Sessions(None)
+    table.open(100, "s")
+
+    def begin(name: str, rid: str | None, *, replace: bool = False) -> Any:
+        session = SessionParams("s", rid, replace=replace)
+        request = Request(ids=(1,), sampling=SamplingParams(), label=name, session=session)
+        ids = table.continued(request, request.ids or ())
+        sequence = SimpleNamespace(ids=[*ids], num_prompt=len(ids))
+        usage = SimpleNamespace(usage=SimpleNamespace(output=0))
+        return SimpleNamespace(request=request, sequences=[sequence], ends=[usage])
+
+    table.ended(begin("a", None), None)
+    table.ended(begin("b", "a"), None)
+    live = begin("c", "b")
+    begin("d", "a", replace=True)
+    table.ended(live, None)
+    begin("e", "a", replace=True)
+    with pytest.raises(InvalidRequest, match="has no request 'c'"):
+        begin("f", "c")
 
 
 async def test_what_a_session_refuses(engine: Engine):
