@@ -98,14 +98,14 @@ class EngineCore:
         else:
 
             async def start_again(index: int) -> Replica:
-                # Wait for a running weight update, so that all replicas have the same weights.
+                # Weight updates wait until the replica takes part in them, so that all replicas have the same weights.
                 async with self._weights_lock:
                     replica = await start_replica(index)
-                try:
-                    await self.adapters.restore(replica.runner)
-                except BaseException:
-                    await replica.close()
-                    raise
+                    try:
+                        await self.adapters.restore(replica.runner)
+                    except BaseException:
+                        await replica.close()
+                        raise
                 replica.scheduler.use_corpora(self.corpora.index)
                 return replica
 

@@ -189,6 +189,27 @@ async def test_a_replica_whose_adapters_cannot_be_restored_is_closed(monkeypatch
         assert await whole(core.submit(request(3, 4))) == expected((3, 4))
 
 
+async def test_a_weight_update_reaches_a_replica_that_is_restoring_its_adapters(monkeypatch: pytest.MonkeyPatch):
+    async with scripted_core.running_several(2, restarts=1) as (core, runners):
+        restoring, restored = asyncio.Event(), asyncio.Event()
+
+        async def restore(runner: Any) -> None:
+            restoring.set()
+            await restored.wait()
+
+        async def update() -> int:
+            async with core.weights._changing():
+                return len(core.weights._actors)
+
+        monkeypatch.setattr(core.adapters, "restore", restore)
+        runners[0].die(DEATH)
+        await restoring.wait()
+        updating = asyncio.create_task(update())
+        await asyncio.wait({updating}, timeout=0.02)
+        restored.set()
+        assert await updating == 2
+
+
 async def test_engine_ends_when_no_replica_can_be_started(monkeypatch):
     monkeypatch.setattr(router, "RESTART_DELAY_S", 0.0)
     async with scripted_core.running_several(2, restarts=0) as (core, runners):
