@@ -24,8 +24,14 @@ from runtime.modeling.decoder import Decoder
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.cpu_graph import NO_POSITIONS
 from runtime.worker.device import Read
-from runtime.worker.device_drafter import with_drafts
-from runtime.worker.drafts import Verified, accept_limits, proposed_ids, with_exact_starts, with_proposed_ids
+from runtime.worker.drafts import (
+    Verified,
+    accept_limits,
+    proposed_ids,
+    with_drafts,
+    with_exact_starts,
+    with_proposed_ids,
+)
 from runtime.worker.logprobs import CHUNK, ScoredPrompts
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampled, Sampler
@@ -300,7 +306,8 @@ class _GroupEnd:
         if batch is not None and len(ids):
             self._token_ids = ids.new_zeros(len(batch.token_ids))
             self._token_ids[draft_places(batch, ids.device)] = ids
-            self._staged = self._staged._replace(on_device=with_drafts(self._staged.on_device, self._token_ids))
+            on_device = with_drafts(self._staged.on_device, self._token_ids)
+            self._staged = self._staged._replace(on_device=on_device, token_ids=self._token_ids)
 
     def sample(self, logits: Tensor, batch: Batch | None) -> Sampled | None:
         """Sample the batch's tokens from its logits [N, V]."""

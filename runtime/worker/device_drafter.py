@@ -14,22 +14,13 @@ from runtime.batch import Batch, Ints
 from runtime.kv_cache.pools import KVPool
 from runtime.modeling.decoder import Decoder
 from runtime.modeling.draft_head import DraftHead
-from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.branches import alternative_arrays, choose_alternatives, trunks
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device
 from runtime.worker.draft_entries import DraftEntries, EntryRows, draft_sampling, drafted_by_model
-from runtime.worker.drafts import Verified
+from runtime.worker.drafts import Verified, with_drafts
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
-
-# Name of an array of draft tokens -> name of the array with their indices into [T].
-PLACES = {
-    "draft_ids": "draft_places",
-    "branch_ids": "branch_places",
-    "drafts_before": "places_before",
-    "relaxed_drafts": "relaxed_places",
-}
 
 
 class _Proposed(NamedTuple):
@@ -295,15 +286,6 @@ def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
     samples, more = inputs.samples, inputs.samples.more
     samples = samples._replace(
         drafts=None if samples.drafts is None else with_drafts(samples.drafts, token_ids),
-        more=more._replace(on_device=with_drafts(more.on_device, token_ids)),
+        more=more._replace(on_device=with_drafts(more.on_device, token_ids), token_ids=token_ids),
     )
     return inputs._replace(forward=replace(inputs.forward, token_ids=token_ids), samples=samples)
-
-
-def with_drafts(arrays: Mapping[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
-    """Return a step's arrays by name, with ids from `token_ids` int64 [T] in place of DRAFT."""
-    found = dict(arrays)
-    for ids, places in PLACES.items():
-        if places in found:
-            found[ids] = torch.where(found[ids] == DRAFT, token_ids[found[places]], found[ids])
-    return found

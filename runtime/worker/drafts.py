@@ -17,6 +17,13 @@ from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.branches import branch_arrays, is_trunk, take_branches
 
 OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays that `verify` reads
+# Name of an array of draft tokens -> name of the array with their indices into [T].
+PLACES = {
+    "draft_ids": "draft_places",
+    "branch_ids": "branch_places",
+    "drafts_before": "places_before",
+    "relaxed_drafts": "relaxed_places",
+}
 
 
 def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
@@ -70,6 +77,15 @@ def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.nda
         "drafts_before": np.where(numbers < offsets[:, None], ids, -1).astype(np.int64),  # [P, K]
         "places_before": np.minimum(places, len(batch.token_ids) - 1).astype(np.int64),  # [P, K], indices into [T]
     }
+
+
+def with_drafts(arrays: Mapping[str, Tensor], token_ids: Tensor) -> dict[str, Tensor]:
+    """Return a step's arrays by name, with ids from `token_ids` int64 [T] in place of DRAFT."""
+    found = dict(arrays)
+    for ids, places in PLACES.items():
+        if places in found:
+            found[ids] = torch.where(found[ids] == DRAFT, token_ids[found[places]], found[ids])
+    return found
 
 
 def with_proposals(batch: Batch, proposed: Batch) -> Batch:

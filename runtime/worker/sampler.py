@@ -17,7 +17,7 @@ from runtime.batch import Batch, Bias, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS, RowArray
 from runtime.worker.device import Device
-from runtime.worker.drafts import Verified, drafts_before
+from runtime.worker.drafts import Verified, drafts_before, with_drafts
 from runtime.worker.host_data import NO_HOST_DATA, Arrived, HostDataGate
 from runtime.worker.logprobs import (
     ScoredPrompts,
@@ -173,11 +173,12 @@ class Sampler:
     def sample(self, logits: Tensor, batch: Batch, staged: Staged = NOT_STAGED) -> Sampled:
         """Sample a token for each row of `logits` (float32 [N, V], changed in place).
 
-        `staged` has the batch's `arrays` if they are already on the device. For rows with a constraint, the method
-        waits for host data (grammar masks, logits processors, biases) until shortly after the forward pass; late rows
-        get no token. Log-probabilities are those of the distribution after penalties, biases, masks, logits processors
-        and temperature (1 for greedy rows), but before the truncation by top-k, top-p and min-p. With `raw_logprobs`,
-        they are computed from the given `logits` without these changes.
+        `staged` has the batch's `arrays` if they are already on the device, and the ids of draft tokens that only the
+        device knows. For rows with a constraint, the method waits for host data (grammar masks, logits processors,
+        biases) until shortly after the forward pass; late rows get no token. Log-probabilities are those of the
+        distribution after penalties, biases, masks, logits processors and temperature (1 for greedy rows), but before
+        the truncation by top-k, top-p and min-p. With `raw_logprobs`, they are computed from the given `logits`
+        without these changes.
         """
         sampling = batch.sampling
         if sampling is None:
@@ -185,8 +186,11 @@ class Sampler:
         arrived = self._gate.arrived(batch)
         if "greedy" not in staged.host:
             host = self._host_arrays(batch, sampling, arrived)
-            staged = Staged(host, self._staging.copy(host))
-        host, on_device = staged
+            on_device = self._staging.copy(host)
+            if staged.token_ids is not None:
+                on_device = with_drafts(on_device, staged.token_ids)
+        else:
+            host, on_device = staged.host, staged.on_device
         scored_logits = None
         if "scored_rows" in on_device and self._raw_logprobs:
             scored_logits = logits[on_device["scored_rows"]]  # a copy

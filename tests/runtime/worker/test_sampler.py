@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -17,12 +18,14 @@ from torch.utils._pytree import tree_leaves
 from fake_device import LateDevice
 from late_host_data import bitmask
 from ops.sampling import native
-from runtime.batch import UNKNOWN, Batch, Bias, FreshSequence, Penalties, Sampling
+from runtime.batch import UNKNOWN, Batch, Bias, Drafts, FreshSequence, Penalties, Sampling
 from runtime.constraint import HostData
 from runtime.request import LogprobParams
 from runtime.sampling_params import ROW_ARRAYS, RowArray
+from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.device import CpuDevice
 from runtime.worker.sampler import PENALTIES, HostTokens, Sampled, Sampler, check_row_arrays
+from runtime.worker.step_inputs import NOT_STAGED, Staged
 
 VOCAB = 50
 CPU = CpuDevice()
@@ -459,6 +462,39 @@ def test_penalties_do_not_count_a_token_that_did_not_come() -> None:
     assert step(late, fresh(0, output=[1])) == [[]]
     assert step(arrived()) == [[0]]
     assert step(arrived()) == [[2]]
+
+
+def test_penalties_count_draft_tokens_that_only_the_device_knows_beside_a_constraint() -> None:
+    """A row of two draft tokens, and a row whose mask makes the step's arrays late."""
+    known = [1, 5, 7, 2]  # the first row's last token and draft tokens; the second row's last token
+
+    def chosen(token_ids: list[int], staged: Staged) -> list[list[int]]:
+        made = sampling(
+            4,
+            greedy=True,
+            penalties=penalties([0, 1, 2], [0, 0, 0], [fresh(0)]),
+            rates=(9.0, 0.0, 1.0),
+            host_data={3: arrived(6)},
+        ).sampling
+        batch = Batch(
+            number=0,
+            sequences=(),
+            starts=np.zeros(2, np.int32),
+            counts=np.array([3, 1], np.int32),
+            sequence_indices=np.arange(2, dtype=np.int32),
+            token_ids=np.array(token_ids, np.int32),
+            page_table=np.zeros((2, 1), np.int32),
+            sampling=replace(made, row_of=np.array([0, 0, 0, 1], np.int32)) if made is not None else None,
+            drafts=Drafts(np.array([0], np.int32), np.array([2], np.int32)),
+        )
+        logits = torch.zeros(4, VOCAB)
+        logits[:, 5], logits[:, 7] = 2.0, 1.0
+        return read(Sampler(VOCAB, 4, CPU).sample(logits, batch, staged)).tokens
+
+    expected = chosen(known, NOT_STAGED)
+    assert expected == [[5], [7], [0], [6]]
+    on_device = Staged(NOT_STAGED.host, NOT_STAGED.on_device, torch.tensor(known))
+    assert chosen([known[0], DRAFT, DRAFT, known[3]], on_device) == expected
 
 
 def test_data_that_comes_while_the_forward_runs_is_used() -> None:
