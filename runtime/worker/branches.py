@@ -102,7 +102,7 @@ def branch_arrays(batch: Batch, drafts: Drafts, sampling: Sampling) -> dict[str,
 
 
 def alternative_arrays(batch: Batch, rows: Ints, counts: Ints) -> dict[int, dict[str, np.ndarray]]:
-    """Return, for each draft number k, arrays [A] that say where the alternatives to the k-th draft tokens belong.
+    """Return, for each draft number k, arrays [A] with the places of the alternatives to the k-th draft tokens.
 
     `rows` are the rows in `trunks(batch)` for which the draft model proposes, and `counts` their numbers of draft
     tokens. The arrays have, for each alternative: an index into the rows with a k-th draft token ("rows"), the number
@@ -125,18 +125,18 @@ def alternative_arrays(batch: Batch, rows: Ints, counts: Ints) -> dict[int, dict
 
 
 def choose_alternatives(likeliest: Tensor, drafted: Tensor, ranks: Tensor) -> Tensor:
-    """Return the id of each alternative, int64 [A]: the likeliest id after the draft token and `ranks` [A] others.
+    """Return the id of each alternative, int64 [A].
 
-    `likeliest` int64 [A, topk] are the likeliest ids at each alternative's position, the likeliest first, and `drafted`
-    int64 [A] the draft tokens.
+    `likeliest` int64 [A, topk] are the likeliest ids at each alternative's position, the likeliest first. `drafted`
+    int64 [A] are the draft tokens. An alternative of rank r is entry r of its `likeliest` ids without the draft token.
     """
-    is_before = (likeliest == drafted[:, None]).cumsum(1)  # whether the draft token is among the first ids
+    is_before = (likeliest == drafted[:, None]).cumsum(1)  # 1 from the place of the draft token on, otherwise 0
     places = ranks[:, None]
     return likeliest.gather(1, places + is_before.gather(1, places)).squeeze(1)
 
 
 def copies_of_first_pages(batch: Batch, page_size: int) -> list[PageCopy]:
-    """Return the copies that fill each branch's first page with the entries that a draft model has in the trunk's."""
+    """Return the copies, in a draft model's KV cache, from the trunk's page to each branch's first page."""
     if batch.drafts is None or batch.drafts.branches is None:
         return []
     rows, owners, _ = batch.drafts.branches
@@ -148,10 +148,10 @@ def copies_of_first_pages(batch: Batch, page_size: int) -> list[PageCopy]:
 
 
 def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
-    """Return the tokens that precede a branch within its first page and that this step computes in other rows.
+    """Return the trunk tokens of this step whose KV must also be stored in a branch's first page.
 
-    The KV of these R tokens must also be stored in the branch's page. Returns their indices into [T] and their slots in
-    that page, both [R], and their slots in the pages of each cache kind with its own page table.
+    These R tokens precede the branch in that page. Returns their indices into [T] and their slots in the branch's page,
+    both [R], and their slots in the pages of each cache kind with its own page table.
     """
     if batch.drafts is None or batch.drafts.branches is None:
         return {}

@@ -284,7 +284,7 @@ class _GroupEnd:
         self._staging = Staging(executor.device)
         self._is_host = executor.device.is_host
         self._staged = Staged({}, {})
-        self._token_ids: Tensor | None = None  # on a GPU: the proposed ids at their places in the step, int64 [T]
+        self._token_ids: Tensor | None = None  # on a GPU: int64 [T], the proposed ids at their indices
         # Last tokens and lengths by sequence index. The ranks of a group have them, and rank 0 has a copy for every
         # other group, to verify draft tokens.
         tables = (executor.last_tokens, executor.lengths)
@@ -302,7 +302,7 @@ class _GroupEnd:
             self._staged = Staged(arrays, self._staging.copy(arrays))
 
     def take_drafts(self, batch: Batch | None, ids: Tensor) -> None:
-        """On a GPU, use these ids [n] in place of `DRAFT` from now on, in the arrays of this step."""
+        """On a GPU, replace `DRAFT` in the arrays of this step by these ids [n]."""
         if batch is not None and len(ids):
             self._token_ids = ids.new_zeros(len(batch.token_ids))
             self._token_ids[draft_places(batch, ids.device)] = ids

@@ -221,7 +221,7 @@ class CudaGraphRunner:
         return self.is_waiting()
 
     def request_all(self) -> int:
-        """Request graphs of all sizes for drafts, branches and prompts too. Return how many captures remain."""
+        """Request graphs of all sizes and kinds, also for prompts. Return the number of captures that remain."""
         if self._takes_branches and self._capturable:
             self._request_capture(_Kind(self._choice is not None, repeats=True))
         if self._takes_drafts and self._capturable and _spans(self._buffers):
@@ -376,7 +376,7 @@ class CudaGraphRunner:
         self._num_real = num_rows
 
     def _fill_repeated(self, repeated: Sequence[tuple[Tensor, AttentionMetadata] | None]) -> None:
-        """Copy the tokens to store twice into the buffers, for each page table. The rest goes to scratch pages."""
+        """Copy `repeated` of each page table into the buffers. Entries left from an earlier step get scratch slots."""
         count = 0
         for own, given, scratch_page in zip(_tables(self._buffers), repeated, self._scratch_pages, strict=True):
             if own.repeated is None:
@@ -649,7 +649,7 @@ def _first_kinds(
 def _first_rows(attention: AttentionMetadata, starts: Sequence[int], *, repeats: bool = False) -> AttentionMetadata:
     """Return the first `len(starts)` rows of the buffers. `starts` are the rows' starts on the host.
 
-    Only with `repeats`, the result has `repeated`.
+    The result has `repeated` only if `repeats` is true.
     """
     size, repeated = len(starts), None
     if repeats and attention.repeated is not None:

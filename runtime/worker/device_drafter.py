@@ -142,7 +142,7 @@ class DeviceDrafter:
         """Store the ids and states of the accepted branches `taken` [D] in place of the trunk's."""
         chosen = taken.clamp(min=0)
         used = (arrays["branch_ids"][chosen] >= 0) & (taken >= 0)[:, None]
-        # Otherwise, the first token of the trunk is stored again, so that no index is written with two values.
+        # Unused places store the trunk's first token again. An index thus never gets two different values.
         places = torch.where(used, arrays["branch_places"][chosen], arrays["draft_places"][:, :1] - 1).flatten()
         stored = inputs.sequences[places], inputs.forward.positions[places] % self._kept
         self._ids[stored] = inputs.forward.token_ids[places]
@@ -203,10 +203,10 @@ class DeviceDrafter:
         lengths: Tensor,
         number: int,
     ) -> _Proposed | None:
-        """Compute a step of the drafter. Return what it proposes at its sampled positions; None if there are none.
+        """Compute a step of the drafter. Return its proposals at the sampled positions, or None if there are none.
 
-        If `places` has "kept", each row computes one of the proposed `ids`
-        with the drafter's own `states`. Otherwise `ids` and `states` are those of the target's step.
+        If `places` has "kept", each row computes one of the proposed `ids` with the drafter's own `states`. Otherwise,
+        `ids` and `states` are those of the target's step.
         """
         more = {**self._sampler.arrays(step), **{f"drafter.{name}": array for name, array in places.items()}}
         inputs = prepare(step, self.pool, self._stagings[number], self._last_tokens, more, lengths=lengths)

@@ -121,11 +121,11 @@ class HostDrafter:
         self._states[place] = states if keep.all() else states[torch.from_numpy(np.flatnonzero(keep))]
 
     def take(self, sequence_index: int, position: int, token_ids: Ints, states: Tensor | None, first: int) -> None:
-        """Record that the target accepted a branch, at least its token at this position.
+        """Record that the target accepted at least the token of a branch at this position.
 
-        `token_ids` int32 [K] are the branch's ids from there on, and `states` [K, ...] the target's states, for a draft
-        head. The next steps replace those that were not accepted. The pages from position `first` on are those of the
-        branch, so their entries must be computed again.
+        `token_ids` int32 [K] are the branch's ids from this position on. For a draft head, `states` [K, ...] are the
+        target's states. Later steps overwrite the ids and states of rejected tokens. From position `first` on, the
+        sequence uses the branch's pages, so the entries in them must be computed again.
         """
         places = np.arange(position, position + len(token_ids)) % self._entries.kept
         self._entries.computed[sequence_index] = min(self._entries.computed[sequence_index], first)

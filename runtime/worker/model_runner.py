@@ -446,7 +446,7 @@ class StepExecutor:
     def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states [T, E] of a batch in a common step. `batch` is the first result of `propose`.
 
-        Return the inputs and the states. On a GPU, this proposes the draft tokens, so that the host need not know them.
+        Return the inputs and the states. On a GPU, this method also proposes the draft tokens; their ids stay there.
         """
         inputs = self._prepare(batch, self.last_tokens)
         if batch.number >= 0:  # not the batch of an idle group

@@ -40,7 +40,7 @@ class PageIO:
         self._device = device
         self._store: CheckedStore | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self.local_pages: LocalPages = {}  # those of prefill replicas in this process; set by their engine
+        self.local_pages: LocalPages = {}  # pages that prefill replicas in this process offer; set by the engine
         self._num_corrupt = 0  # number of corrupt pages in stores that were attached before
         self._has_logged = False  # whether an error of the attached store was logged
 

@@ -190,7 +190,7 @@ class WorkerSetup:
         served = body["models"][TARGET]["plan"]["path"]
 
         def model(name: str, facts: dict[str, Any], plan: dict[str, Any], **flags: bool) -> ModelSetup:
-            # A draft head may be in the target's checkpoint too.
+            # The draft head of NEXTN has the target's path.
             here = {"path": path} if path is not None and plan["path"] == served else {}
             facts = {**facts, **here, "eos_ids": frozenset(facts["eos_ids"])}
             facts["pooling"] = Pooling.decode(facts.get("pooling"))
@@ -594,9 +594,10 @@ class ModelWorker:
     def _follow_vocabulary(
         self, weights: LoadedWeights | None, model: Decoder, copy: Decoder | None, draft: Decoder | None
     ) -> None:
-        """Keep what this rank's draft head has of the vocabulary equal to the weights of all ranks of the first stage.
+        """Update a draft head's copies of vocabulary weights on this rank whenever the model's weights change.
 
-        This is `copy`, the whole embedding and LM head, if several ranks divide them, and the LM head of a token map.
+        The copies are `copy` (the whole embedding and LM head, if several ranks divide them) and the LM head of a token
+        map. The weights come from all ranks of the first stage.
         """
         info, target = self.mesh.rank_info, self._setup.models[TARGET]
         rows = None
@@ -893,7 +894,7 @@ class ModelWorker:
 
 
 def _own_head(draft: _LoadedModel | None) -> DraftHead | None:
-    """Return the layers of a draft head without those of its target, or None if there is no draft head."""
+    """Return the draft head without the layers of its target, or None if there is no draft head."""
     return draft.decoder.without_target() if draft is not None and isinstance(draft.decoder, DraftHead) else None
 
 
