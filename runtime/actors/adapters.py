@@ -52,7 +52,7 @@ class _Entry:
     resident: bool = False  # whether all ranks have it in host memory
     num_requests: int = 0
     load_s: float = 0.0
-    digest: str = ""  # of its files when they were first loaded; "" if unknown
+    digest: str = ""  # digest of its files at the first load; "" if unknown
     measured: bool = False  # whether its weights in host memory were computed from the model's weights (DoRA)
     temporary: bool = False  # whether its folder is removed when the adapter is freed
     unused: asyncio.Event = field(default_factory=asyncio.Event)

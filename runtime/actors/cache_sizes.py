@@ -1,4 +1,4 @@
-"""Decides how many pages the caches of a replica get, the same on all ranks, and logs what limits them."""
+"""Sizes the caches of a replica, with the same number of pages on all ranks, and logs what limits it."""
 
 from __future__ import annotations
 

@@ -234,7 +234,7 @@ def decode_share(frame: Frame) -> tuple[Batch | None, list[StepShare]]:
 def _draft_sampling(batch: Batch) -> dict[str, NDArray[Any]]:
     """Return the arrays with which a group's drafter samples as the target does; {} if it proposes nothing.
 
-    The arrays have the bits of their values as int32.
+    Values are reinterpreted as int32, bit for bit.
     """
     sampling = batch.sampling
     if sampling is None or batch.drafts is None or DRAFT not in batch.token_ids:

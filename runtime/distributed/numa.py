@@ -41,8 +41,8 @@ def bind(node: int) -> None:
 def bound(nodes: Sequence[int] | None) -> Iterator[None]:
     """Bind this process to the first of the nodes inside the context, if `nodes` is not None (see `bind`).
 
-    Afterwards its threads may run on the same CPUs as before. Threads that started meanwhile may run on those of the
-    caller.
+    At the end, its threads may run on the same CPUs as before. Threads that started in the context may then run on the
+    CPUs of the caller.
     """
     if nodes is None:
         yield

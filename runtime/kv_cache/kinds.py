@@ -109,11 +109,11 @@ class CacheKind:
 
     @staticmethod
     def with_starts(arrays: Mapping[str, Any], rejected: Any) -> dict[str, Any]:
-        """Return those of `arrays` that depend on the starts of rows, for exact starts.
+        """Return the arrays that depend on the starts of rows, computed for the exact starts.
 
-        The arrays of `step_arrays` are for upper bounds of the starts. `rejected` [B] has the differences: the number
-        of draft tokens of each row's sequence that were rejected since. All arrays are tensors on the device, or NumPy
-        arrays.
+        `arrays` are those of `step_arrays`, which are for upper bounds on the starts. `rejected` [B] is the upper bound
+        minus the exact start: the number of draft tokens that were rejected since. All arrays are tensors on the
+        device, or NumPy arrays.
         """
         return {}
 

@@ -49,7 +49,7 @@ MAX_SPANS = 4  # maximum number of spans per row without draft tokens
 
 @dataclass(slots=True)
 class _States:
-    """The slots of one sequence: its own slots (allocated with its first row), and those of its last states."""
+    """The slots of one sequence: its own slots (allocated with its first row), and the slots of its last states."""
 
     # Number of tokens -> slot of the state after them, for all states from which the next row may continue.
     slots: dict[int, int] = field(default_factory=dict)
@@ -89,9 +89,9 @@ class _States:
         return self.own[(end + self.base) % len(self.own)]
 
     def add(self, end: int, slot: int, *, forgets: bool) -> None:
-        """Record that `slot` gets the state after `end` tokens."""
-        # An earlier span of the row may have written the same slot. (A row of one sequence with draft tokens has fewer
-        # spans. If its start is unknown, two lengths may share a slot, because the row reaches only one of them.)
+        """Record that `slot` gets the state after `end` tokens. With `forgets`, forget the state that it overwrites."""
+        # A long row writes the same slot in several spans, so forget the lengths whose state is overwritten. With an
+        # unknown start (`forgets` is false), two lengths may share a slot, because the row reaches only one of them.
         if forgets and len(self.slots) >= len(self.own):
             self.slots = {length: other for length, other in self.slots.items() if other != slot}
         self.slots[end] = slot

@@ -55,7 +55,7 @@ def nextn_overrides(draft: ModelFacts) -> Mapping[str, Any]:
 
 
 def has_nextn_tensors(path: str, draft: ModelFacts) -> bool:
-    """Return whether a checkpoint has tensors for a draft head of NEXTN with these facts, as far as this is known."""
+    """Return whether a checkpoint has tensors for a draft head of NEXTN. True if its tensors are unknown."""
     layer = draft.config.get("nextn_layer")
     return _has_tensors(path, OWN_PREFIXES.get(draft.architecture, f"model.layers.{layer}."))
 

@@ -1,4 +1,4 @@
-"""What a draft head has of the model's vocabulary layers, updated with the model's weights."""
+"""A draft head's copies of the model's embedding and LM head, which are updated with the model's weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from runtime.mesh.axis import Axis
 
 
 class WholeVocabulary:
-    """Joins the shards that the ranks of the first pipeline stage have of the embedding and the LM head.
+    """Joins the shards of the embedding and the LM head on the ranks of the first pipeline stage.
 
-    The ranks with a draft head have a copy of both, if several ranks divide them, and the rows of a token map. The
-    other ranks only take part in `gather`.
+    Ranks with a draft head have a copy of both if several ranks divide them. With a token map, they have the LM head
+    rows of its tokens. The other ranks only take part in `gather`.
     """
 
     def __init__(self, ranks: Axis, of_head: Axis, copy: StagedWeights | None, rows: TokenRows | None = None) -> None:

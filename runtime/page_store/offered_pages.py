@@ -38,7 +38,8 @@ from runtime.page_store.transfer_protocol import (
 logger = logging.getLogger("penstock.core")
 
 MAX_CONNECTIONS = 512  # maximum number of connections to one rank of a prefill server
-# Maximum number of keys in the unanswered requests of one host. They take about 200 MB. A watch is answered at its end.
+# Maximum number of keys in the unanswered requests of one host. They take about 200 MB. A request to watch a prompt is
+# unanswered until the watch ends.
 MAX_HOST_KEYS = 1 << 21
 REQUEST_S = 10.0  # seconds in which a decode server must send its greeting, or the rest of a request
 SEND_S = 30.0  # seconds in which one answer must be sent

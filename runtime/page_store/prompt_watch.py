@@ -70,7 +70,7 @@ class PromptWatch:
         return True
 
     def connect(self, connecting: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that opens a connection. Until it ends, the prompt may be on another prefill server."""
+        """Run a coroutine that opens a connection to a prefill server. The prompt may be on it until the coroutine ends."""
         task = asyncio.create_task(connecting)
         self._connecting.add(task)
         task.add_done_callback(self._connected)

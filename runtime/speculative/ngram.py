@@ -117,7 +117,8 @@ class NgramDrafter:
         if self._corpora is not None and is_corpus:
             odds = self._corpora.odds
         elif matches:
-            # Tokens of the prompt do not show that the model copies text, for example those of the chat template.
+            # Only output tokens count. A match in the prompt, for example in the chat template, does not show that
+            # the model copies text.
             length = min(self._length, len(ids) + num_pending - self._num_prompt)
             if odds is None or odds.pays(length):
                 found = self._continuation(ids, num_pending + min(self._pace.length, limit))

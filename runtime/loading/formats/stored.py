@@ -52,7 +52,7 @@ NUMBERS_AT_ONCE = 2**18  # numbers unpacked at a time; intermediate tensors take
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of unquantised tensors
 # parts of a grouped weight, read as tensors NAME.codes, NAME.scales and NAME.shifts
 PARTS = ("codes", "scales", "shifts")
-INPUT_SCALE = "input_scale"  # name of a further part that does not depend on the rows
+INPUT_SCALE = "input_scale"  # name of a further part, which is the same for all rows
 
 
 @dataclass(slots=True)
