@@ -30,7 +30,7 @@ class FusedWeight(Tensor):
 
 
 def fuse(shape: Sequence[int], parts: Sequence[Tensor]) -> Any:
-    """Return a weight of this shape. The parts are copied into one block of memory, which new weights can overwrite."""
+    """Return a weight of this shape. Its parts are copied into one block of memory, which updates can overwrite."""
     sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
     memory, first, views = torch.empty(sum(sizes), dtype=torch.uint8, device=parts[0].device), 0, []
     for part, size in zip(parts, sizes, strict=True):

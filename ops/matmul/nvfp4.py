@@ -19,7 +19,7 @@ from ops.matmul.fused_weight import FusedWeight
 from ops.matmul.grouped import E2M1, GroupedWeight, factor_scales
 
 GROUP = 16  # inputs per scale
-LARGEST, LARGEST_SCALE = 6.0, 448.0  # of e2m1 and of e4m3
+LARGEST, LARGEST_SCALE = 6.0, 448.0  # largest numbers of e2m1 and e4m3
 # A magnitude halfway between two numbers of e2m1 is rounded to the number with the even code: down at the first four
 # values, up at the other three.
 DOWN, UP = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
@@ -46,7 +46,7 @@ def is_nvfp4(weight: GroupedWeight) -> bool:
 
 
 def factored(weight: GroupedWeight) -> tuple[Rounded, Tensor] | None:
-    """Return a weight [O, I] in NVFP4, and its factor (float32, scalar).
+    """Return the codes and scales of a weight [O, I] in NVFP4, and its factor (float32, scalar).
 
     Returns None if no single factor represents all scales, for example if the weight joins several tensors of a
     checkpoint with different factors.
@@ -90,7 +90,7 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tens
 
 
 def input_factor(weight: GroupedWeight) -> Tensor:
-    """Return the factor for the inputs of all tensors that the weight joins: the largest (float32, scalar)."""
+    """Return the factor for the weight's inputs: the largest of the tensors that it joins (float32, scalar)."""
     if weight.input_scales is None:
         raise ValueError("The weight has no scales of its inputs.")
     return weight.input_scales.amax()

@@ -1,11 +1,13 @@
 """Products with e2m1 weights in Triton, for linear layers and for experts: packed words, and the main loop.
 
-A word of 32 bits has the 8 codes that one thread of a tensor core's product multiplies: of the 32 inputs of a group of
-words, word c has the inputs 8 * j + 2 * c + i for j in 0 .. 3 (called slots) and i in 0 .. 1. A thread therefore reads
-its part of the weight without exchanging data with other threads. The half i of a word (i = 0 is the lower half) has
-the bits of four codes. A shift moves the sign of a code to bit 15 and its other three bits to the bits 8 to 6, which
-are the lower two bits of a bfloat16 number's exponent and the upper bit of its mantissa. That number is the value times
-2 ** -126, exactly. One instruction converts two codes, because both halves have the same layout.
+A word of 32 bits has the 8 codes that one thread multiplies with tensor cores. A group of four words has 32 inputs.
+Word c of a group has the inputs 8 * j + 2 * c + i, where j is the slot (0 .. 3) and i is the half of the word (0 is the
+lower half). Each thread therefore reads its part of the weight without exchanging data with other threads.
+
+Each half has four codes, one per slot. A shift moves the sign of a code to bit 15, and its other three bits to the bits
+8 to 6. In bfloat16, these are the lower two bits of the exponent and the upper bit of the mantissa. The resulting
+number is exactly the code's value times 2 ** -126. One instruction converts two codes, because both halves have the
+same layout.
 """
 
 # Pyright cannot check Triton's types.

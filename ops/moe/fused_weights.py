@@ -18,7 +18,7 @@ from ops.moe import GroupedMixture, Mixture
 
 MXFP4_GROUP = 32  # inputs per scale of MXFP4
 ONE = 127  # stored exponent of the scale 1: 0 plus the bias
-ACTIVATIONS = ("silu", "clamped_swiglu")  # with weights in float8 or NVFP4 only the first
+ACTIVATIONS = ("silu", "clamped_swiglu")  # with weights in float8 or NVFP4, only silu
 
 
 class Fp4(NamedTuple):
@@ -59,12 +59,12 @@ def prepare_mxfp4(
 
 
 class InputFactors(NamedTuple):
-    """Factors of the roundings and products of NVFP4 experts, float32. The kernels multiply by them."""
+    """Factors by which the kernels multiply inputs and products of NVFP4 experts, float32."""
 
     divisor: Tensor  # [1]: 1 / the factor of the inputs of the first product, which all experts share
     products: Tensor  # [X]: of the first product: the factor of its weights times that of its inputs
     inner_divisors: Tensor  # [X]: 1 / the factor of the inputs of the second product
-    inner_products: Tensor  # [X]: of the second product
+    inner_products: Tensor  # [X]: of the second product: likewise
 
 
 def prepare_nvfp4(
@@ -73,9 +73,9 @@ def prepare_nvfp4(
     join: Callable[[Tensor, Tensor], Tensor],
     of_weight: Callable[[Fp4], tuple[Tensor, Tensor]],
 ) -> Mixture:
-    """Return an NVFP4 mixture in a library's layout, as `prepare_mxfp4` does. The further parts are `InputFactors`.
+    """Return an NVFP4 mixture in a library's layout, as `prepare_mxfp4` does. Further parts are the `InputFactors`.
 
-    Raises ValueError if the rows of an expert's gate and of its `up` have different factors.
+    Raises ValueError if an expert's gate and `up` weights have different factors.
     """
     gate_up, down, *_ = mixture
     _, size, inner_size = down.codes.shape
@@ -92,7 +92,7 @@ def prepare_nvfp4(
 
 
 def of_inputs(weight: GroupedWeight) -> Tensor:
-    """Return the factor of each expert's inputs, float32 [X]: the largest of the tensors that an expert joins."""
+    """Return the factor of each expert's inputs, float32 [X]: the largest of its joined tensors."""
     if weight.input_scales is None:
         raise ValueError("The weight has no scales of its inputs.")
     return weight.input_scales.flatten(1).amax(1)

@@ -337,7 +337,7 @@ def _grouped_kernel(
                 total *= tl.load(row_lines, mask=is_pair, other=0.0)[:, None]
     if bias is not None:
         total += tl.load(bias + lines, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    # Before the loop, this load would take registers of all its iterations.
+    # Loading before the loop would occupy registers during all its iterations.
     targets = positions if FROM_TOKENS else tl.load(order + positions, mask=is_pair, other=0)
     position = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(out + position, total.to(out.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
