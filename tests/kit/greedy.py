@@ -56,7 +56,7 @@ def prompts() -> list[list[int]]:
 def reference(family: str) -> list[list[int]]:
     """Return transformers' greedy tokens of all prompts.
 
-    All prompts share each forward: their padding comes after their last tokens, and no model reads later tokens.
+    All prompts share each forward pass. Padding follows a prompt's last token, and no model reads later tokens.
     """
     torch.set_num_threads(1)
     path = model_path(family)

@@ -36,7 +36,7 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Any, *, tls: ssl.SSLContext | None = None, **config: Any) -> AsyncIterator[str]:
     """Serve `app` on a free port and yield its address. Returns when the server has stopped."""
-    # asyncio sends answers without delay only on sockets that name their protocol.
+    # asyncio sets TCP_NODELAY only on sockets that name their protocol.
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         settings = {"log_config": None, "log_level": "warning", "timeout_graceful_shutdown": 1, **config}

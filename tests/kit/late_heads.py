@@ -40,8 +40,8 @@ from runtime.worker.host_drafter import HostDrafter, _flat
 from runtime.worker.step_inputs import StepInputs
 
 ROWS = 4  # maximum number of running sequences
-SMALL_VOCABULARY = 40  # of the EAGLE-3 heads
-WRONG_OF_8 = 2  # of eight drafts, this number is not replaced by the right token
+SMALL_VOCABULARY = 40  # number of tokens that the EAGLE-3 heads can propose
+WRONG_OF_8 = 2  # number of draft tokens of 8 that `corrected` leaves as they are
 
 
 @cache
@@ -71,7 +71,7 @@ def head(kind: str, family: str = "qwen3") -> DraftHead:
     assert isinstance(found, DraftHead)
     generator = torch.Generator().manual_seed(7)
     for parameter in found.parameters():
-        if parameter.dim() > 1 and parameter.is_floating_point():  # larger than those of dummies
+        if parameter.dim() > 1 and parameter.is_floating_point():  # larger values than dummy weights have
             parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     if found.token_map is not None:
         ids = torch.randperm(VOCAB_SIZE, generator=generator)[:SMALL_VOCABULARY].sort().values

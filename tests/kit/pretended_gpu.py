@@ -1,4 +1,4 @@
-"""Engines whose plan is that of a GPU, on the late device: steps overlap, and run in captured graphs."""
+"""Engines with the plan of a GPU, on the late device: steps overlap, and run in captured graphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kernels() -> Kernels:
 
 @contextmanager
 def pretended_gpu(haste: float = 0.9) -> Iterator[list[CudaGraphRunner]]:
-    """Engines that start within compute on a late device, in float32. Yields the list of their graph runners."""
+    """Make engines that start in this context compute on a late device, in float32. Yield their graph runners."""
     runners: list[CudaGraphRunner] = []
     prepare, create = engine_module.prepare, CudaGraphRunner.__init__
 

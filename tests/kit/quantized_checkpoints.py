@@ -21,7 +21,7 @@ from ops.matmul.grouped import E2M1
 
 Tensors = dict[str, Tensor]
 MATRIX = re.compile(r".*\.(\w+_proj)\.weight")
-# Range of all NVFP4 weights with rounded inputs, and their common scale: tools give fused weights the same scale.
+# Range of all NVFP4 weights with rounded inputs, and their common scale. Tools give fused weights the same scale.
 SHARED_RANGE, SHARED_SCALE = (torch.tensor(-0.5), torch.tensor(0.5)), 2e-4
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 MOE_SHAPE = {**SHAPE, "moe_intermediate_size": 64}
@@ -130,7 +130,7 @@ def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = Fal
 
 
 def input_scale(weight: Tensor) -> Tensor:
-    """Return a scale of a weight's inputs, as a tool would find it in calibration data. Each weight has another one."""
+    """Return a scale of a weight's inputs, as calibration data would give. Each weight has a different scale."""
     return 2e-3 + 1e-2 * weight[0, 0].abs()
 
 
