@@ -80,7 +80,7 @@ class TokenRows:
     """The LM head of `head_of_tokens`, whose rows are replaced when the model's LM head changes."""
 
     def __init__(self, head: LMHead, ids: Tensor, name: str) -> None:
-        """Follow the tensor `name`, which has the rows of all tokens. `ids` int64 [n] are the tokens of the head's rows."""
+        """Create the rows `ids`, int64 [n], of `head`. The tensor `name` has the rows of all tokens."""
         self._head, self._ids, self.name = head, ids, name
 
     def replace(self, whole: Tensor) -> None:

@@ -70,7 +70,7 @@ class PromptWatch:
         return True
 
     def connect(self, connecting: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that opens a connection to a prefill server. The prompt may be on it until the coroutine ends."""
+        """Run a coroutine that connects to a prefill server. Until it ends, the prompt may be on that server."""
         task = asyncio.create_task(connecting)
         self._connecting.add(task)
         task.add_done_callback(self._connected)
