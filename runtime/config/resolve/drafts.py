@@ -301,7 +301,7 @@ def _check_corpus(builder: PlanBuilder) -> None:
     path, why = args.speculative_ngram_external_corpus_path, None
     if path is None:
         return
-    if not Path(path).is_file():
+    if builder.args.parallel.node_rank == 0 and not Path(path).is_file():  # only the first machine reads it
         why = "it is not a file of this machine"
     elif args.speculative_ngram_external_sam_budget == 0:
         why = "--speculative-ngram-external-sam-budget 0 leaves no drafts for it; set at least 1"

@@ -448,6 +448,13 @@ def test_sizes_that_make_no_sense_are_refused(options: dict[str, Any], reason: s
     assert reason in refusals(**options)
 
 
+def test_only_the_first_machine_needs_the_corpus() -> None:
+    corpus: dict[str, Any] = {"speculative_ngram_external_corpus_path": "corpus.jsonl"}
+    several = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "h:1", "speculative_algorithm": "NGRAM"}
+    assert plan(**corpus, **several, node_rank=1).draft.corpus_path == "corpus.jsonl"
+    assert "is not a file of this machine" in refusals(**corpus, **several)
+
+
 def test_one_machine_may_be_described_as_several_are() -> None:
     made = plan(nnodes=1, node_rank=0, dist_init_addr="h:1", nccl_port=5)
     assert (made.parallel.master_address, made.parallel.store_port) == (None, None)
