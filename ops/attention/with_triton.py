@@ -33,7 +33,7 @@ WIDE_ROWS = 32  # query rows of a tile with heads of more than 256 dimensions
 # Stages of the software pipeline: loads of page numbers, of keys and of values are stages too. With fewer stages,
 # kernels for sm_80 and sm_90 have a single buffer for keys, and loads wait for products.
 DECODE_STAGES = PREFILL_STAGES = 5
-FLOAT8_REGISTERS = 168  # per thread of decode with a float8 cache, so that a multiprocessor has three thread blocks
+FLOAT8_REGISTERS = 168  # per thread of decode with a float8 cache, so that three blocks fit on a multiprocessor
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Initial value of the running maximum. With -inf, a tile without visible keys would produce NaN.
 LOWEST = tl.constexpr(-1.0e30)

@@ -93,6 +93,6 @@ class ExternalCorpora:
 
 
 def _counted(read: Callable[[int], Tokens], limit: int) -> tuple[Tokens, int]:
-    """Return the tokens that `read` returns, and how many there are without separators."""
+    """Return the tokens that `read` returns, and their number without separators."""
     tokens = read(limit)
     return tokens, int(np.count_nonzero(tokens >= 0))

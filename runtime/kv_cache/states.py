@@ -4,8 +4,8 @@ A pool has slots, each of which holds one state. A running sequence owns two slo
 last token can be computed again from the state before it. With speculation, it owns as many further slots as a row has
 draft tokens. Every token of a row with draft tokens is a span of its own, so that the states after all its tokens are
 kept. The sequence's next row reads the state after the last accepted token. If only the device knows how many tokens
-were accepted, it chooses the slots to read and write from the row's *window*: the slots of the states after all numbers
-of tokens that the row may begin or end with.
+were accepted, the device chooses the slots to read and write from the row's *window*. The window has a slot for each
+length at which the row, or one of its spans, may begin or end.
 
 A *snapshot* is the state at the end of a page. A sequence that matches this page in the prefix tree resumes from the
 snapshot. States are never copied. Instead, a row that passes the end of a page with a snapshot is split into two spans:
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 ZEROS = 0
 MIB = 2**20
 OWN_SLOTS = 2  # slots that a running sequence owns without speculation
-# Minimum and maximum number of slots per running sequence in addition to its own, unless their number is configured.
-# They hold snapshots.
+# Minimum and maximum number of snapshot slots per running sequence, unless the plan sets the number of all slots.
 MIN_SNAPSHOTS, MAX_SNAPSHOTS = 1, 2
 MAX_SPANS = 4  # maximum number of spans per row without draft tokens
 
@@ -81,9 +80,9 @@ class _States:
         return [kept[length] for length in range(low, high)]
 
     def next_own(self, start: int, end: int) -> int:
-        """Return the own slot for the state after `end` tokens. The span reads the state after `start` tokens.
+        """Return the own slot for the state after `end` tokens. A span computes it from the state after `start` tokens.
 
-        The slot follows that of the state before, so that the last states are in different slots.
+        It is the next of the own slots in turn, so that the last states are in different slots.
         """
         self.base += start + 1 - end
         return self.own[(end + self.base) % len(self.own)]

@@ -41,7 +41,7 @@ class PeerPages:
     """The pages of all prefill servers, for one rank of a decode server. A read-only `PageStore`."""
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any], local: LocalPages | None = None) -> None:
-        """Create the store. The pages of peers in `local`, replicas in this process, are read without a connection."""
+        """Create the store. `local` are the pages of replicas in this process, which are read without a connection."""
         self._space = space
         # Addresses of the prefill ranks from which this rank fetches pages. At first, only ranks of first attention
         # groups are known. Ranks of further groups are added when a server reports its number of groups.

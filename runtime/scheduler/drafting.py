@@ -51,7 +51,7 @@ class Drafting:
         self._follows = plan.overlap_drafts
         self._follows_draws = plan.overlap_draws
         self._drafts_constraints = plan.draft_constraints
-        # A late mask rewinds all tokens of a row.
+        # If a mask is late, all tokens of its row are rewound.
         self._may_stall = all(kind.steps_back is None or kind.steps_back > plan.max_drafts for kind in cache.kinds)
         # Measures whether draft tokens make steps faster. None: they are always proposed.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None

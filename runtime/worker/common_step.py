@@ -277,7 +277,7 @@ class CommonStepLeader:
 
 
 class _GroupEnd:
-    """Rank 0's end of the steps of one group: the sampler, and the state that sampling needs."""
+    """Rank 0's sampler for one group, with the state that sampling needs."""
 
     def __init__(self, executor: StepExecutor, sampler: Sampler, *, is_own: bool) -> None:
         self.sampler = sampler

@@ -36,8 +36,9 @@ class _Proposed(NamedTuple):
 class DeviceDrafter:
     """A draft model or draft head on a GPU.
 
-    Only the device knows which draft tokens were accepted, so it stores the last tokens and states of each sequence.
-    The host knows only lower bounds on the numbers of computed entries, so a step may compute some entries again.
+    Only the device knows which draft tokens were accepted, so the last tokens and states of each sequence are stored on
+    the device. The host knows only lower bounds on the numbers of computed entries, so a step may compute some entries
+    again.
 
     A step does the following:
 
