@@ -350,7 +350,7 @@ def _decode_drafts(arrays: Mapping[str, Ints]) -> Drafts:
 
 
 def _decode_media(spans: Ints, vectors: Ints) -> tuple[MediaSpan, ...]:
-    """Decode media spans from [N, 2] offsets and lengths, and their vectors, which were sent as the bits of int32."""
+    """Decode media spans from [N, 2] offsets and lengths, and their vectors, which were sent as int32, bit for bit."""
     parts = np.split(vectors.view(np.float32), np.cumsum(spans[:-1, 1]))
     return tuple(MediaSpan(offset, part) for (offset, _), part in zip(spans.tolist(), parts, strict=True))
 

@@ -80,11 +80,11 @@ class TokenRows:
     """The LM head of `head_of_tokens`, whose rows are replaced when the model's LM head changes."""
 
     def __init__(self, head: LMHead, ids: Tensor, name: str) -> None:
-        """Create the rows `ids`, int64 [n], of `head`. The tensor `name` has the rows of all tokens."""
+        """`ids` int64 [n] are the tokens of the rows of `head`. The tensor `name` has the rows of all tokens."""
         self._head, self._ids, self.name = head, ids, name
 
     def replace(self, whole: Tensor) -> None:
-        """Take the rows of a whole LM head [V, E]."""
+        """Replace the rows by those of a whole LM head [V, E]."""
         outline = shell_of(self._head, whole.dtype, whole.device)
         outline.weight = frozen(whole[self._ids.to(whole.device)])
         outline.prepare()

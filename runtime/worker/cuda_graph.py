@@ -29,7 +29,7 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 logger = logging.getLogger("penstock.core")
 
 PROFILE_ROWS = 20  # maximum number of rows in the table that --enable-profile-cuda-graph logs
-REPEATS_PER_ROW = 2  # `AttentionMetadata.repeated` of a graph has room for this number of tokens per row
+REPEATS_PER_ROW = 2  # tokens per row for which a graph's `AttentionMetadata.repeated` has room
 NOTHING_MORE = BatchReads()
 # For each page table (see `_tables`), the functions that write the attention plan of a step before the replay.
 Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]

@@ -79,8 +79,8 @@ class PromptGraphs:
     draft head, to its own states). Every replay stores the result in the attribute `states`.
 
     If several ranks share the layers, the graphs contain their collectives. All ranks must then replay the same graphs.
-    They do, if all of them have captured all sizes: the choice of a graph depends only on the batch, which is the same
-    on all ranks.
+    They do if every rank has captured all sizes, because the choice of a graph depends only on the batch, which is the
+    same on all ranks.
     """
 
     def __init__(
