@@ -229,8 +229,11 @@ class StateKind(CacheKind):
                 earlier.append(states.keep(start - in_flight, start))
                 read = states.slots[start]
             else:
+                page = self._page_after(sequence, states, start)
                 read = states.rewind(start)
                 earlier.append([])
+                if page is not None:
+                    self._drop_rejected(states, page)
             self._in_step.add(read)
             for end in self._cuts(sequence, start, start + count):
                 own = states.next_own(start, end)
@@ -321,6 +324,17 @@ class StateKind(CacheKind):
             return None
         slot = self._snapshots[page] = self._free.pop()
         return slot
+
+    def _page_after(self, sequence: Sequence, states: _States, start: int) -> int | None:
+        """Return the page of position `start`, if the row before passed its end, perhaps with other tokens."""
+        index = start // self._size
+        return sequence.pages[index] if (index + 1) * self._size in states.slots else None
+
+    def _drop_rejected(self, states: _States, page: int) -> None:
+        """Drop the snapshot of a page whose tokens may change. The sequence's next row need not write it again."""
+        self._drop_one([page])
+        if page in states.output_pages and page not in self._snapshots:
+            states.output_pages.remove(page)
 
     @property
     def _num_available_snapshots(self) -> int:

@@ -43,3 +43,18 @@ def test_a_configured_number_of_states_must_suffice_for_one_request() -> None:
         StateKind.num_units(specs, plan, 100)
     plan.cache.max_states = 5
     assert StateKind.num_units(specs, plan, 100) == 1 + 5
+
+
+def test_a_snapshot_after_rejected_tokens_is_dropped() -> None:
+    """The next row may have many forced tokens, and then writes a snapshot only at the end of its last page."""
+    kind = StateKind({}, 40, num_pages=64, page_size=4, max_drafts=3)
+    sequence, table = make_sequence([5] * 2), np.zeros((1, 4), np.int32)
+    kind.enter(sequence)
+    sequence.pages, sequence.num_drafted = [7, 8, 9, 10], 3
+    kind.step_arrays([sequence], np.array([0]), np.array([4]), table)
+    assert kind.resumable([7], 1) == 1
+    sequence.num_drafted = 0  # only the first token was accepted
+    kind.step_arrays([sequence], np.array([1]), np.array([12]), table)
+    assert kind.resumable([7], 1) == 0
+    assert kind.resumable([7, 8, 9], 3) == 3
+    kind.check([sequence], [])
