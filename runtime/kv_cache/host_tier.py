@@ -24,6 +24,7 @@ from runtime.sequence import Sequence
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 WRITE_SHARE = 4  # each step copies 1 / WRITE_SHARE of the waiting pages, or `step_pages` if this is more
+KEYS_AT_ONCE = 32  # number of page keys that a lookup computes at once, until a page is absent
 
 
 class TierCounts(NamedTuple):
@@ -207,9 +208,11 @@ class HostTier:
         """
         if not self._pays:
             return 0
-        entries, size = self._entries, self.page_size
+        entries, keys = self._entries, sequence.page_keys
         for index in range(first, end):
-            if page_keys(sequence, index + 1, size)[index] not in entries:
+            if index >= len(keys):
+                page_keys(sequence, min(end, index + KEYS_AT_ONCE), self.page_size)  # appends to `keys`
+            if keys[index] not in entries:
                 return index - first
         return max(0, end - first)
 

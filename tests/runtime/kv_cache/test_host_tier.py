@@ -80,6 +80,18 @@ def test_namespaces_and_adapters_share_nothing_on_the_host():
     assert ask(drive, prompt).num_cached == 20
 
 
+def test_a_second_lookup_computes_and_copies_no_keys(monkeypatch: pytest.MonkeyPatch):
+    """With copies, lookups of long prompts would take quadratic time. Each replica of a router is asked."""
+    drive = tiered(page_size=1, num_pages=64)
+    prompt = prompts(1)[0]
+    ask(drive, prompt)
+    sequence = make_sequence(prompt)
+    assert tier_of(drive).num_present(sequence, 0, 21) == 21
+    with monkeypatch.context() as patch:
+        patch.delattr(host_tier, "page_keys")
+        assert tier_of(drive).num_present(sequence, 0, 20) == 20
+
+
 def test_the_last_pages_of_a_prefix_leave_first():
     drive = tiered(8, 8)
     long, other = prompts(2, 25)
