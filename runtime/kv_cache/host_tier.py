@@ -24,7 +24,7 @@ from runtime.sequence import Sequence
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
 WRITE_SHARE = 4  # each step copies 1 / WRITE_SHARE of the waiting pages, or `step_pages` if this is more
-KEYS_AT_ONCE = 32  # number of page keys that a lookup computes at once, until a page is absent
+KEYS_AT_ONCE = 32  # number of page keys that a lookup computes at a time; it stops at the first absent page
 
 
 class TierCounts(NamedTuple):

@@ -326,12 +326,12 @@ class StateKind(CacheKind):
         return slot
 
     def _page_after(self, sequence: Sequence, states: _States, start: int) -> int | None:
-        """Return the page of position `start`, if the row before passed its end, perhaps with other tokens."""
+        """Return the page of position `start` if the previous row passed the page's end, otherwise None."""
         index = start // self._size
         return sequence.pages[index] if (index + 1) * self._size in states.slots else None
 
     def _drop_rejected(self, states: _States, page: int) -> None:
-        """Drop the snapshot of a page whose tokens may change. The sequence's next row need not write it again."""
+        """Drop the snapshot of a page that may have rejected tokens, because the next row may not overwrite it."""
         self._drop_one([page])
         if page in states.output_pages and page not in self._snapshots:
             states.output_pages.remove(page)
