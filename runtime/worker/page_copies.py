@@ -39,7 +39,6 @@ class PageCopier:
 
     def enqueue(self, copies: Iterable[PageCopy]) -> None:
         """Enqueue these copies in order. Raises `KeyError` for an unknown pool."""
-        self._device.order("forward", "copy")
         with self._device.copies():
             for copy in copies:
                 self._enqueue_one(copy)
@@ -52,4 +51,6 @@ class PageCopier:
                 "target": copy.target_pages.astype(np.int64),
             }
         )
+        # The copy must also come after the forward stream's work that puts `pages` in place.
+        self._device.order("forward", "copy")
         self._copy_pages(self._pools[copy.source], self._pools[copy.target], pages["source"], pages["target"])

@@ -159,19 +159,23 @@ class LateDevice:
     def upload(self, host: Tensor) -> tuple[Tensor, LateEvent]:
         self._refuse_capture()
         with self._plainly():
-            there, seen = torch.zeros_like(host), host.clone()
+            staged, there, seen = torch.zeros_like(host), torch.zeros_like(host), host.clone()
         self.adopt(there)
 
         def copy() -> None:
             self.num_copies += 1
             if not torch.equal(host, seen):
                 raise Overwritten(f"copy {self.num_copies} read what was written after it was called")
-            there.copy_(host)
+            staged.copy_(host)
+
+        def place() -> None:
+            there.copy_(staged)
 
         event = LateEvent(self)
         self.enqueue("copy", copy)
         self.enqueue("copy", Reach(event))
         self.enqueue("forward", event)
+        self.enqueue("forward", place)
         self.linger()
         return there, event
 
