@@ -18,11 +18,14 @@ from runtime.worker.model_runner import StepExecutor
 GRAPH_BYTES = 16 << 20  # estimate of the driver's memory for each graph
 
 
-def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] = MappingProxyType({})) -> StepMemory:
+def profile_memory(
+    executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] = MappingProxyType({}), *, verifies: bool = True
+) -> StepMemory:
     """Return the activation memory of the largest prefill or decode step, and an estimate of the memory of all graphs.
 
     The executor's pool needs one page, and for each other cache kind the number of units in `kinds`. All rows of the
-    measured steps use this page and these units. Raises `ConfigurationError` if a step does not fit into memory.
+    measured steps use this page and these units. `verifies` says whether the model verifies the plan's draft tokens.
+    Raises `ConfigurationError` if a step does not fit into memory.
     """
     schedule, sizes, prompt_sizes = plan.scheduler, plan.graphs.sizes, plan.graphs.prompt_sizes
     page_size, context = plan.cache.page_size, plan.model.context_length
@@ -40,8 +43,11 @@ def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] 
     try:
         run([1])  # compiles and loads kernels, and allocates the workspaces of libraries
         activation_bytes = max(peak(rows_of(tokens)), peak([1] * schedule.max_running))
-        # There are two graphs of each size: one samples tokens, and one ends at the hidden states.
-        graph_bytes = peak([1] * max(sizes)) + 2 * GRAPH_BYTES * len(sizes) if sizes else 0
+        # There are two graphs of each size: one samples tokens, and one ends at the hidden states. Steps with branches
+        # of draft tokens, or with draft tokens and recurrent states, have two further graphs (see `CudaGraphRunner`).
+        has_more = verifies and (schedule.takes_branches or (schedule.max_drafts > 0 and bool(kinds)))
+        num_graphs = (4 if has_more else 2) * len(sizes)
+        graph_bytes = peak([1] * max(sizes)) + GRAPH_BYTES * num_graphs if sizes else 0
         # The graphs of one prompt size (one per layer) have together as many kernels as two decode graphs.
         if prompt_sizes:
             graph_bytes += peak(rows_of(max(prompt_sizes))) + 2 * GRAPH_BYTES * len(prompt_sizes)

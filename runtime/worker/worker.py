@@ -369,7 +369,7 @@ class ModelWorker:
                 device=device,
                 sampler=self._make_sampler(model.setup.facts, cache.num_sequences, device),
             )
-            profiles.append(profile_memory(executor, plan, kinds))
+            profiles.append(profile_memory(executor, plan, kinds, verifies=name == TARGET))
             del executor
             device.release_unused()  # the driver counts memory that the allocator keeps as used
         return StepMemory(

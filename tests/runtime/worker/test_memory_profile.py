@@ -81,6 +81,12 @@ def test_graphs_take_what_the_largest_of_them_computes_with(monkeypatch: pytest.
     assert steps.graph_bytes == 8 * TOKEN_BYTES + 2 * 3 * GRAPH_BYTES
 
 
+def test_steps_with_branches_have_graphs_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    branches = {"max_lookup_drafts": 3, "draft_breadths": (1, 2)}
+    steps = profiled(Metered(), monkeypatch, graphs=GraphPlan(sizes=(1, 2, 8)), **branches)
+    assert steps.graph_bytes == 8 * TOKEN_BYTES + 4 * 3 * GRAPH_BYTES
+
+
 def test_graphs_of_prompts_take_what_the_largest_step_with_a_graph_computes_with(monkeypatch: pytest.MonkeyPatch):
     device = Metered()
     steps = profiled(device, monkeypatch, graphs=GraphPlan(prompt_sizes=(8, 70)))
