@@ -145,8 +145,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.sessions = Sessions(None)
         self.session_names = [self.sessions.open(2**20) for _ in range(2)]
         self.turns: dict[str, dict[str, list[int]]] = {name: {} for name in self.session_names}
-        # Labels of the requests of each session, in the order in which they began.
-        self.begun: dict[str, list[str]] = {name: [] for name in self.session_names}
+        # Label of each request of a session -> label of the request that it continued.
+        self.continued: dict[str, dict[str, str | None]] = {name: {} for name in self.session_names}
         self.unended: list[Sequence] = []  # sequences of sessions that have not ended
         self.stored: list[list[int]] = []  # prompts in the store
         if self.stores and self.storage is not None:
@@ -274,17 +274,20 @@ class AnyOrder(RuleBasedStateMachine):
             before = turns[rid][: -1 - int(turns[rid][-1])] if drop_output else turns[rid][:-1]
             before = before[:offset] if offset else before
         assert list(ids) == before + self._stretched(prompt)
-        begun = self.begun[name]
-        if replace:  # forget the ended requests that began after `rid`
-            kept = [] if rid is None else begun[: begun.index(rid) + 1]
-            for later in [label for label in turns if label not in kept]:
+        if replace:  # forget the ended requests that continue `rid`, directly or through others
+            for later in [label for label in turns if rid in self._earlier(name, label)]:
                 del turns[later]
-        if request.label in begun:
-            begun.remove(request.label)
-        begun.append(request.label)
+        self.continued[name][request.label] = rid
         sequence = make_sequence(ids, request=request)
         if self._enqueue(sequence):
             self.unended.append(sequence)
+
+    def _earlier(self, name: str, label: str) -> list[str | None]:
+        """Return the requests that a request continues, directly or through others. The last one is None."""
+        found = [self.continued[name][label]]
+        while found[-1] is not None:
+            found.append(self.continued[name][found[-1]])
+        return found
 
     @invariant()
     def end_turns(self):

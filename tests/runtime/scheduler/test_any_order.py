@@ -22,8 +22,8 @@ RecordedOrder.TestCase.settings = settings(max_examples=50, stateful_step_count=
 TestRecordedOrder = RecordedOrder.TestCase
 
 
-def test_replace_forgets_requests_that_began_later_but_ended_earlier():
-    """The machine found this order: its own list of requests, in order of their ends, kept a forgotten request."""
+def test_replace_forgets_only_requests_that_continue_the_named_one():
+    """The request that began later and ended earlier stays, because it continues nothing."""
     plan = {"max_running": 8, "max_prefill_tokens": 100, "policy": "fcfs", "chunk_tokens": None, "mixed": False}
     storage = {"num_host_pages": 0, "num_tier_pages": 0, "write_policy": "write_through", "storage": None}
     sizes = {"page_size": 1, "num_tokens": 64, "window": None, "windowed_share": 0.0, "num_states": 0, "step_pages": 1}
@@ -41,12 +41,16 @@ def test_replace_forgets_requests_that_began_later_but_ended_earlier():
         state.run_a_while(fault=None)
         state.end_turns()
         assert list(state.turns[name]) == ["1 0", "0 0"]
-        state.add_to_session(which=4, max_new_tokens=1, replace=True, **turn)  # continues the first request
-        assert list(state.turns[name]) == ["0 0"]
-        forgotten = Request(session=SessionParams(name, "1 0"))
-        with pytest.raises(InvalidRequest, match="has no request '1 0'"):
+        state.add_to_session(which=4, max_new_tokens=1, replace=False, **turn)  # continues the first request
+        state.run_a_while(fault=None)
+        state.end_turns()
+        assert list(state.turns[name]) == ["1 0", "0 0", "2 4"]
+        state.add_to_session(which=4, max_new_tokens=1, replace=True, **turn)
+        assert list(state.turns[name]) == ["1 0", "0 0"]
+        forgotten = Request(session=SessionParams(name, "2 4"))
+        with pytest.raises(InvalidRequest, match="has no request '2 4'"):
             state.sessions.check(forgotten)
-        state.add_to_session(which=2, max_new_tokens=1, replace=False, **turn)
+        state.add_to_session(which=2, max_new_tokens=1, replace=False, **turn)  # continues "1 0"
     finally:
         state.teardown()
 
