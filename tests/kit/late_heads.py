@@ -21,7 +21,7 @@ from torch import Tensor
 import fake_runner
 import late_steps
 import paged_forward
-from late_steps import CONTEXT, MAX_DRAFTS, PAGE_SIZE, VOCAB_SIZE, Steps
+from late_steps import CONTEXT, MAX_DRAFTS, PAGE_SIZE, STATES, VOCAB_SIZE, Steps
 from runtime.batch import Batch
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
@@ -207,6 +207,7 @@ def run(
         vocab_size=VOCAB_SIZE,
         context_length=CONTEXT,
         runner=steps,
+        num_states=STATES if "state" in steps.pool.kinds else 0,
     )
     drive.add(*sequences)
     for number in itertools.count():

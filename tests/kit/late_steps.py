@@ -271,6 +271,7 @@ class Steps:
         """
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice(self.family)} | options
         options.setdefault("takes_branches", self.takes_branches)
+        options.setdefault("takes_drafts", self.drafter is not None)
         if self.drafter is not None and self.drafter.reads_states:
             options["states"] = _states_of(model(self.family))
         if prompt_sizes:

@@ -46,6 +46,8 @@ def fresh_answers() -> Iterator[None]:
     [
         ("deepseek_v3", "NEXTN"),
         ("qwen2", "NGRAM,EAGLE3"),
+        ("qwen3_next", "NEXTN"),
+        ("granitemoehybrid", "EAGLE3"),
     ],
 )
 def test_outputs_are_those_of_plain_decoding(
