@@ -16,7 +16,7 @@ from runtime.config.resolve.graph_sizes import Buckets
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i, 11, 2 + i, 8, 6, 4, 13][: 1 + 4 * i % 11], 8 + 4 * i) for i in range(6)]
 GREEDY = ({"temperature": 0.0},)
 SIZES, PROMPT_SIZES = (4, 8), (16, 48)
-RECURRENT = ("qwen3_next",)  # families whose larger steps with drafts are replayed by graphs too, not as prompts
+RECURRENT = ("qwen3_next",)  # a graph of 24 tokens computes their larger steps with drafts
 KINDS = [
     ("EAGLE3", "qwen3"),  # reads the inputs of three layers, and proposes a part of the vocabulary
     ("NEXTN", "deepseek_v3"),  # latent attention and experts
