@@ -25,7 +25,7 @@ from serve.demo import demo_path
 FAMILIES = (
     "llama", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "gpt_oss", "gemma2", "gemma3", "qwen3_next", "glm4_moe",
     "granitemoehybrid", "mixtral", "cohere2", "lfm2", "phi3", "falcon", "bloom", "olmo2", "llama4", "minicpm3",
-    "stablelm", "exaone4",
+    "stablelm", "exaone4", "qwen3_5",
 )  # fmt: skip
 ALWAYS: dict[str, Any] = {"speculative_adaptive": {"enabled": False}}
 TREE: dict[str, Any] = {"speculative_eagle_topk": 3}
