@@ -51,6 +51,6 @@ class PageCopier:
                 "target": copy.target_pages.astype(np.int64),
             }
         )
-        # The copy must also come after the forward stream's work that puts `pages` in place.
+        # The page copy must also wait until the forward stream has written `pages` on the device.
         self._device.order("forward", "copy")
         self._copy_pages(self._pools[copy.source], self._pools[copy.target], pages["source"], pages["target"])
