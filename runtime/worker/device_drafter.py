@@ -260,13 +260,16 @@ class DeviceDrafter:
 
     def _store(self, batch: Batch, inputs: StepInputs, stored: Tensor, values: Tensor) -> None:
         """Store the values [T, ...] of the last tokens of each row."""
-        ends, kept = batch.counts.cumsum(), self._kept
-        parts = [slice(0, int(ends[-1]))]
-        if int(batch.counts.max()) > kept:
-            firsts = np.maximum(ends - batch.counts, ends - kept).tolist()
-            parts = [slice(first, end) for first, end in zip(firsts, ends.tolist(), strict=True)]
-        for part in parts:
-            stored[inputs.sequences[part], inputs.forward.positions[part] % kept] = values[part].to(stored.dtype)
+        for part in last_parts(batch.counts, self._kept):
+            places = inputs.forward.positions[part] % self._kept
+            stored[inputs.sequences[part], places] = values[part].to(stored.dtype)
+
+
+def last_parts(counts: Ints, kept: int) -> list[slice]:
+    """Return slices of [T] that together have the last `kept` tokens of each row: one slice more than longer rows."""
+    ends, [longer] = counts.cumsum(), np.nonzero(counts > kept)
+    firsts, stops = ends[longer] - kept, ends[longer] - counts[longer]
+    return [slice(*part) for part in zip([0, *firsts.tolist()], [*stops.tolist(), int(ends[-1])], strict=True)]
 
 
 def _named(arrays: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 import late_steps
@@ -16,6 +17,7 @@ from runtime.modeling.decoder import Decoder
 from runtime.speculative import model_drafts
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.cuda_graph import CudaGraphRunner
+from runtime.worker.device_drafter import last_parts
 
 PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * i) for i in range(9)]
 
@@ -204,3 +206,14 @@ def test_a_model_that_agrees_takes_fewer_steps_and_graphs_compute_them(monkeypat
         steps.append(len(seen))
     assert steps[2] < steps[0] / 3
     assert replayed[0] > 5
+
+
+def test_the_last_tokens_of_many_rows_are_stored_in_few_parts() -> None:
+    """Each part is several launches, so rows of a few tokens beside a long prompt must not have one each."""
+    counts = np.array([1, 9, 1, 4, 1, 6, 5, 1], np.int32)
+    parts = last_parts(counts, kept=4)
+    assert len(parts) == 1 + 3
+    ends = counts.cumsum()
+    expected = [place for end, count in zip(ends, counts, strict=True) for place in range(end - min(count, 4), end)]
+    assert [place for part in parts for place in range(part.start, part.stop)] == expected
+    assert last_parts(counts, kept=9) == [slice(0, 28)]
