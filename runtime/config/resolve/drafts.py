@@ -160,7 +160,7 @@ def _max_drafts(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
         return dict.fromkeys(_NUMBERS, Decision(0, "no --speculative-algorithm is set"))
     why = _no_drafts_because(builder, facts, model)
     if why is not None:
-        builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}, or leave it out.")
+        builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}.")
         return dict.fromkeys(_NUMBERS, Decision(0, why))
     decisions = dict.fromkeys(_NUMBERS, Decision(0, "by --speculative-algorithm"))
     if model is not None:
@@ -179,11 +179,14 @@ def _max_drafts(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
 def _no_drafts_because(builder: PlanBuilder, facts: ModelFacts, model: str | None) -> str | None:
     """Return the reason why there cannot be draft tokens, or None if there can be."""
     if facts.is_encoder:
-        return f"{facts.architecture} generates no tokens"
+        return f"{facts.architecture} generates no tokens; leave it out"
     if model is None:
         return None
     if model in HEADS and builder.args.graphs.enable_torch_compile:
-        return "a compiled forward (--enable-torch-compile) does not return the hidden states that draft heads read"
+        return (
+            "draft heads read hidden states, which compiled steps do not return; leave out this option or "
+            "--enable-torch-compile"
+        )
     return None
 
 

@@ -284,6 +284,8 @@ def test_a_gpu_takes_drafts_of_a_small_model() -> None:
         assert made.scheduler.max_model_drafts == 4
         assert made.graphs.sizes
         assert made.graphs.prompt_sizes
+        said = refusals(H200, **{**small, "speculative_algorithm": head}, enable_torch_compile=True)
+        assert said.endswith("which compiled steps do not return; leave out this option or --enable-torch-compile.")
 
 
 def test_graphs_have_room_for_drafts() -> None:
