@@ -59,9 +59,13 @@ class ExternalCorpora:
         """Add a corpus and return its number of tokens.
 
         `read` is called on a thread. It gets the maximum number of tokens, and returns the tokens, with `SEPARATOR`
-        after each document. Raises `InvalidRequest` if the id is in use or there are too many corpora, and the errors
-        of `read`. After an error or a cancellation, the corpora are unchanged.
+        after each document. Raises `InvalidRequest` if the id is in use or cannot be listed, or if there are too many
+        corpora, and the errors of `read`. After an error or a cancellation, the corpora are unchanged.
         """
+        if not _is_unicode(corpus_id):
+            raise InvalidRequest(
+                "The id of the corpus has a lone surrogate (half of a UTF-16 pair).", param="corpus_id"
+            )
         async with self._lock:
             if corpus_id in self._corpora:
                 raise InvalidRequest(f"There is a corpus {corpus_id} already; remove it first.", param="corpus_id")
@@ -90,6 +94,15 @@ class ExternalCorpora:
         self._corpora, self.index = corpora, index
         for actor in self._schedulers():
             actor.scheduler.use_corpora(index)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether the text can be written in JSON. Names of files may have bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _counted(read: Callable[[int], Tokens], limit: int) -> tuple[Tokens, int]:

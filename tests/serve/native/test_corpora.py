@@ -158,6 +158,8 @@ async def test_engine_without_ngram_or_tokenizer_says_what_it_lacks(served: Serv
     async with Engine(model_path("llama"), skip_tokenizer_init=True, log_level="error", **NGRAM) as engine:
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             await engine.add_external_corpus(documents=["a"])
+        with pytest.raises(InvalidRequest, match="lone surrogate"):  # /list_external_corpora could not answer
+            await engine.add_external_corpus(corpus_id="a\ud800", token_chunks=[[1]])
         assert (await engine.add_external_corpus(token_chunks=[prompts()[0]]))["success"]
     async with Engine(log_level="error", **NGRAM, speculative_ngram_external_sam_budget=0) as engine:
         with pytest.raises(InvalidRequest, match="sam-budget 0"):
