@@ -187,7 +187,7 @@ class SchedulerActor:
         Prompts in the engine with at least this urgency are computed first. Returns None if the prefill speed has not
         been measured yet.
         """
-        token_s, decode_s = self.progress.times.prompt_token_s, self.progress.times.decode_s or 0.0
+        token_s, decode_s = self.progress.times.mean_prompt_token_s, self.progress.times.decode_s or 0.0
         if token_s is None:
             return None
         num_before = self.scheduler.num_tokens_ahead(urgency) + self._tokens_arriving
@@ -199,7 +199,7 @@ class SchedulerActor:
 
         Returns None if the request waits for another request, or if the prefill speed has not been measured yet.
         """
-        if live.request.follows or not live.sequences or self.progress.times.prompt_token_s is None:
+        if live.request.follows or not live.sequences or self.progress.times.mean_prompt_token_s is None:
             return None
         first = live.sequences[0]
         num_tokens = first.num_prompt - self.scheduler.num_cached(first)

@@ -13,6 +13,7 @@ from runtime.scheduler.scheduler import Scheduler
 logger = logging.getLogger("penstock.scheduler")
 
 WEIGHT = 0.1  # weight of the newest step in the moving averages
+WINDOW_TOKENS = 4096  # after this number of prompt tokens, earlier ones count half in the mean time of a prompt token
 RISE = 0.5  # weight of the newest step where the average moves fast: upwards in `_mean`, downwards in `_low_mean`
 PATIENCE = 10  # a step counts as hanging after this multiple of its predicted time
 LEAST_PATIENCE_S = 5.0  # a step counts as hanging only after at least this time
@@ -32,6 +33,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._decode_s: float | None = None
         self._prompt_token_s: float | None = None
+        self._prompt_s = self._num_prompt = 0.0  # time and number of prompt tokens, where earlier tokens count less
         self._short_decode_s: float | None = None  # time of a decode step, without delays by other work of the machine
         self._short_prompt_token_s: float | None = None
         # Time of one prompt token's log-probabilities, without delays by other work of the machine.
@@ -50,6 +52,8 @@ class StepTimes:
             return
         rest = max(seconds - (self._decode_s or 0.0), 0.0)
         self._prompt_token_s = _mean(self._prompt_token_s, rest / tokens)
+        kept = 0.5 ** (tokens / WINDOW_TOKENS)
+        self._prompt_s, self._num_prompt = self._prompt_s * kept + rest, self._num_prompt * kept + tokens
         rest = max(seconds - (self._short_decode_s or 0.0), 0.0)
         self._short_prompt_token_s = _low_mean(self._short_prompt_token_s, rest / tokens)
 
@@ -73,6 +77,16 @@ class StepTimes:
     def prompt_token_s(self) -> float | None:
         """Average time in seconds that a prompt token adds to a step, or None before such a step is measured."""
         return self._prompt_token_s
+
+    @property
+    def mean_prompt_token_s(self) -> float | None:
+        """Like `prompt_token_s`, but each step counts by its number of prompt tokens.
+
+        A token of a short step takes much longer than one of a long step, because steps have a fixed cost. So
+        `prompt_token_s` is too high for long prompts that come after short ones. The time of fewer than
+        `MIN_PROMPT_TOKENS` tokens is mostly fixed cost: it counts as the time of so many.
+        """
+        return self._prompt_s / max(self._num_prompt, MIN_PROMPT_TOKENS) if self._num_prompt else None
 
     def predicted_s(self, batch: Batch) -> float | None:
         """Predict the time of this step in seconds. None if no step of its kind has been measured."""

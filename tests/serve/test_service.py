@@ -61,7 +61,8 @@ async def test_a_request_is_refused_if_its_first_token_would_be_late():
         ask = {"input_ids": list(range(5, 45)), "sampling_params": {"max_new_tokens": 2}}
         assert (await client.post("/generate", json={**ask, "timeout_s": 60})).status_code == 200
         [actor] = engine.core.schedulers
-        actor.progress.times._prompt_token_s = 0.5  # a slow machine: 40 tokens take 20 s
+        times = actor.progress.times
+        times._prompt_s, times._num_prompt = 2048, 4096  # a slow machine: 40 tokens take 20 s
         ask["input_ids"] = list(range(50, 90))
         predicted_s = actor.first_token_s(40)
         assert predicted_s is not None
