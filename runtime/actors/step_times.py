@@ -80,11 +80,11 @@ class StepTimes:
 
     @property
     def mean_prompt_token_s(self) -> float | None:
-        """Like `prompt_token_s`, but each step counts by its number of prompt tokens.
+        """Like `prompt_token_s`, but weighted by the number of prompt tokens of each step.
 
-        A token of a short step takes much longer than one of a long step, because steps have a fixed cost. So
-        `prompt_token_s` is too high for long prompts that come after short ones. The time of fewer than
-        `MIN_PROMPT_TOKENS` tokens is mostly fixed cost: it counts as the time of so many.
+        Steps have a fixed cost, so a token of a short step takes much longer than one of a long step. After short
+        prompts, `prompt_token_s` is therefore too high for long ones. If fewer than `MIN_PROMPT_TOKENS` tokens were
+        measured, their time is mostly fixed cost, and it is divided by `MIN_PROMPT_TOKENS`.
         """
         return self._prompt_s / max(self._num_prompt, MIN_PROMPT_TOKENS) if self._num_prompt else None
 

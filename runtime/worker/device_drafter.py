@@ -266,7 +266,7 @@ class DeviceDrafter:
 
 
 def last_parts(counts: Ints, kept: int) -> list[slice]:
-    """Return slices of [T] that together have the last `kept` tokens of each row: one slice more than longer rows."""
+    """Return slices of [T] with the last `kept` tokens of each row. Longer rows begin a new slice."""
     ends, [longer] = counts.cumsum(), np.nonzero(counts > kept)
     firsts, stops = ends[longer] - kept, ends[longer] - counts[longer]
     return [slice(*part) for part in zip([0, *firsts.tolist()], [*stops.tolist(), int(ends[-1])], strict=True)]
