@@ -95,6 +95,9 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "speculative_ngram_max_bfs_breadth": _NGRAM,
     "speculative_ngram_max_trie_depth": _NGRAM,
     "speculative_ngram_capacity": _NGRAM,
+    "speculative_ngram_external_corpus_path": _NGRAM,
+    "speculative_ngram_external_sam_budget": _NGRAM,
+    "speculative_ngram_external_corpus_max_tokens": _NGRAM,
     "speculative_ngram_min_match_window_size": _NGRAM,
     "speculative_ngram_max_match_window_size": _NGRAM,
     **{name: _REMOTE for name in _REMOTE if name != "load_format"},
@@ -105,6 +108,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
 _EXAMPLES: Mapping[str, Any] = {
     "public_origin": "https://models.example",
     "speculative_config": {"method": "ngram"},
+    "speculative_ngram_external_corpus_path": __file__,  # an existing file; the table does not read it
     "speculative_adaptive": {"min_gain": 1.5},
     "lora_paths": ["adapter"],
     "max_loaded_loras": 8,
