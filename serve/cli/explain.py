@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from textwrap import wrap
 
 import orjson
@@ -15,7 +16,8 @@ from runtime.config import Args, Option, Outcome, in_its_words, options, shown, 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve import ANY_MODEL, decide
-from runtime.errors import ConfigurationError
+from runtime.config.resolve.drafts import check_draft_model
+from runtime.errors import CheckpointError, ConfigurationError
 from serve.demo import demo_path
 
 COLUMNS = ("option", "asked", "done", "reason")
@@ -60,7 +62,8 @@ def explain(
     rows = _rows(args, plan, builder.refusals, everything, has_model=facts is not None)
     if facts is not None and plan.lora.enabled:
         rows.append(_adapter_slots(plan, facts))
-    return rows, [*builder.refusals.values(), *unreadable]
+    unfit = _unfit_draft(plan, facts) if facts is not None else []
+    return rows, [*builder.refusals.values(), *unreadable, *unfit]
 
 
 def as_text(rows: Sequence[Row], refusals: Sequence[str]) -> str:
@@ -93,6 +96,24 @@ def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
         return read_facts(directory, args.model.json_model_override_args, model_impl=args.model.model_impl), []
     except ConfigurationError as error:
         return None, list(error.refusals)
+
+
+def _unfit_draft(plan: Plan, facts: ModelFacts) -> list[str]:
+    """Return the reasons why the draft model does not fit the model; [] if its files are not on this machine."""
+    from runtime.loading.draft_facts import read_draft_facts  # slow to import
+
+    path = plan.draft.path
+    if path is None and plan.draft.algorithm == "NEXTN":
+        path = facts.path
+    if plan.draft.algorithm is None or path is None or not Path(path).exists():
+        return []
+    try:
+        check_draft_model(plan, facts, read_draft_facts(replace(plan.draft, path=path), facts))
+    except CheckpointError:  # for example a folder without weights, which `explain` does not need
+        return []
+    except ConfigurationError as error:
+        return list(error.refusals)
+    return []
 
 
 def _adapter_slots(plan: Plan, facts: ModelFacts) -> Row:

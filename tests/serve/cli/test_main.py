@@ -20,6 +20,7 @@ from serve import WrongPackageError, check_packages
 from serve.__main__ import main
 from serve.cli import explain
 from serve.cli import main as cli
+from serve.demo import demo_path
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
@@ -177,6 +178,22 @@ def test_explain_for_another_machine(model: str, capsys: pytest.CaptureFixture[s
     rows = {row["option"]: row for row in json.loads(capsys.readouterr().out)["options"]}
     assert rows["--device"]["done"] == "cuda"
     assert "H200" in rows["--device"]["reason"]
+
+
+def test_explain_refuses_draft_models_that_do_not_fit(model: str) -> None:
+    def refused(**options: Any) -> list[str]:
+        args = Args.of(model_path=model, **options)
+        return explain.explain(args, Machine.named("h100"))[1]
+
+    [why] = refused(speculative_algorithm="NEXTN")
+    assert "needs multi-token prediction layers of" in why
+    assert "not of LlamaForCausalLM" in why
+    assert not refused(speculative_algorithm="STANDALONE", speculative_draft_model_path=model)
+    [why] = refused(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(demo_path()))
+    assert "its vocabulary has 4096 tokens, and that of the served model 100" in why
+    assert not refused(speculative_algorithm="EAGLE3", speculative_draft_model_path="an/id-of-the-hub")
+    [why] = refused(speculative_draft_model_path=str(demo_path()))
+    assert "needs --speculative-algorithm" in why
 
 
 def test_explain_without_a_model_says_what_it_can() -> None:
