@@ -196,9 +196,11 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
         return
     first = int(device.partition(":")[2] or 0)
     if first + (needed - 1) * args.gpu_id_step >= len(machine.gpus):
+        # With --enable-dp-attention, the groups of --dp-size share the GPUs of --tp-size.
+        factor = "" if args.enable_dp_attention else f" x --dp-size {copies}"
         builder.refuse(
             "tp_size",
-            f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {copies} needs {needed} "
+            f"--tp-size {args.tp_size} x --pp-size {args.pp_size}{factor} needs {needed} "
             f"GPUs, starting at index {first}; this machine has {len(machine.gpus)}.",
         )
 

@@ -418,6 +418,8 @@ def test_ranks_need_a_gpu_each() -> None:
     args = Args.of(model_path="m", tp_size=2, device="cuda")
     with pytest.raises(ConfigurationError, match=r"--tp-size 2 .* needs 2 GPUs, starting at index 0; .* has 1"):
         check(args, H200)
+    groups = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    assert "--tp-size 2 x --pp-size 1 needs 2 GPUs" in refusals(H200, **groups)
 
 
 def test_gpus_from_a_number_on_and_at_a_distance() -> None:
