@@ -94,9 +94,8 @@ class LoadedWeights:
         self._released = False
         self._staged: StagedWeights | None = None
         self._snapshot: dict[str, str] | None = None
-        self._vocabulary: WholeVocabulary | None = (
-            None  # a draft head's copy of the vocabulary layers, updated with the weights
-        )
+        # A draft head's copy of the vocabulary layers, updated with the weights.
+        self._vocabulary: WholeVocabulary | None = None
         self._head: LoadedWeights | None = None  # a draft head in the model's checkpoint, updated with the weights
         self.unset: set[str] = set()  # tensors that lost their values in a release, and have not been loaded since
         # Whether the weights are those of the source's files; False after `commit` and `fill_random`.

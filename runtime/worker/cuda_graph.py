@@ -112,7 +112,8 @@ class CudaGraphRunner:
     ) -> None:
         """Allocate the buffers. `max_pages` is the width of the page tables; batches with longer rows run eagerly.
 
-        `reads` are the optional inputs that the model reads. A batch must have no other optional inputs.
+        `reads` are the optional inputs that the model reads. A batch must have no other optional inputs. With
+        `takes_drafts`, `request_all` also requests the graphs of drafts on recurrent layers.
         """
         self._eager = eager
         self._device = device
