@@ -36,8 +36,7 @@ UNLOAD_TIMEOUT_S = 60.0  # longest wait of `unload` for the requests that use th
 MAX_NAME = 256  # characters
 MAX_LISTED = 100  # maximum number of adapters in metrics; each adds a line to every scrape
 CHANGED = (
-    "The files of the adapter {name} changed after it was loaded. To use the new files, unload it, or load it again "
-    "with load_inplace."
+    "The files of the adapter {name} changed after it was loaded. To use the new files, unload it and load it again."
 )
 OFF = "LoRA adapters are off on this server; start it with --enable-lora."
 
@@ -256,11 +255,22 @@ class AdapterRegistry:
         return True
 
     async def restore(self, runner: Runner) -> None:
-        """Load all resident adapters on a restarted replica. Raises CheckpointError if the files of one changed."""
+        """Load all resident adapters on a restarted replica.
+
+        An adapter that cannot be loaded again, for example because its files changed, is unloaded. Requests that use it
+        on other replicas go on.
+        """
         async with self._lock:
-            for entry in (*self._names.values(), *self._retired):
-                if entry.resident:
+            for entry in [entry for entry in (*self._names.values(), *self._retired) if entry.resident]:
+                name = entry.adapter.name
+                try:
                     await _read(entry, runner.call)
+                except CheckpointError as error:
+                    logger.error("The adapter %s is unloaded, because a replica cannot load it again: %s", name, error)
+                    await runner.call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded it
+                    if self._names.get(name) is entry:
+                        del self._names[name]
+                        self._retire(entry)
 
     @property
     def measured(self) -> list[str]:
