@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from runtime.errors import CheckpointError, ConfigurationError
 from serve.demo import demo_path
 
 COLUMNS = ("option", "asked", "done", "reason")
+KINDS = ", ".join(["cpu", *KNOWN_GPUS])  # of machines
+MAX_GPUS = 64
 _REASON_WIDTH = 60
 _CELL_WIDTH = 40
 
@@ -40,13 +43,28 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="penstock explain", allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="also show options at their defaults")
-    parser.add_argument("--machine", choices=["cpu", *KNOWN_GPUS], help="explain for a machine of this kind")
+    parser.add_argument(
+        "--machine", type=_machine, metavar="KIND[:N]", help=f"explain for a machine with N GPUs: {KINDS}"
+    )
     flags, rest = parser.parse_known_args(words)
     args = Args.parse(rest)
-    machine = Machine.named(flags.machine) if flags.machine else Machine.probe()
+    machine = flags.machine or Machine.probe()
     rows, refusals = explain(args, machine, demo_path=demo_path(), everything=flags.all)
     sys.stdout.write(as_json(rows, refusals) if flags.json else as_text(rows, refusals))
     return 2 if refusals else 0
+
+
+def _machine(text: str) -> Machine:
+    """Return the machine for a kind and a number of GPUs: "cpu", "h100" or "h100:8"."""
+    kind, colon, number = text.partition(":")
+    if kind != "cpu" and kind not in KNOWN_GPUS:
+        raise argparse.ArgumentTypeError(f"{text} is none of {KINDS}")
+    machine = Machine.named(kind)
+    if not colon:
+        return machine
+    if kind == "cpu" or re.fullmatch("[1-9][0-9]?", number) is None or int(number) > MAX_GPUS:
+        raise argparse.ArgumentTypeError(f"{text} is not a kind of GPU, a colon and a number from 1 to {MAX_GPUS}")
+    return replace(machine, gpus=machine.gpus * int(number))
 
 
 def explain(

@@ -28,7 +28,7 @@ option is a flag on the command line, a key with dashes or underscores in a `--c
 underscores in Python: `--page-size 16`, `page-size: 16`, `page_size=16`.
 
 *Outcome* says whether the option works on a CPU, on eight H100 and on eight B200: each of its values is tried on
-descriptions of these machines (`penstock explain --machine h100` does this for a whole command line). {works} options
+descriptions of these machines (`penstock explain --machine h100:8` does this for a whole command line). {works} options
 work, except with the listed values; {always so} are *always so*, {no effect} have *no effect*, and {refused} are
 *refused*. The server refuses to start with an option that its machine does not support, and names the option.
 

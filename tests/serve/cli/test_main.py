@@ -180,6 +180,18 @@ def test_explain_for_another_machine(model: str, capsys: pytest.CaptureFixture[s
     assert "H200" in rows["--device"]["reason"]
 
 
+@pytest.mark.parametrize(("machine", "code"), [("h200", 2), ("h200:8", 0)])
+def test_explain_counts_the_gpus_of_the_machine(machine: str, code: int, model: str) -> None:
+    assert main(["explain", "--json", "--machine", machine, "--model", model, "--dp-size", "8"]) == code
+
+
+@pytest.mark.parametrize("machine", ["h300", "cpu:2", "h200:", "h200:0", "h200:65", "h200:1000"])
+def test_explain_refuses_machines_that_it_does_not_know(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--machine", machine])
+    assert f"argument --machine: {machine} is" in capsys.readouterr().err
+
+
 def test_explain_refuses_draft_models_that_do_not_fit(model: str) -> None:
     def refused(**options: Any) -> list[str]:
         args = Args.of(model_path=model, **options)
