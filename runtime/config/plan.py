@@ -179,6 +179,11 @@ class SchedulerPlan(Section):
         looked_up = self.max_lookup_ids if self.max_lookup_drafts and self.draft_breadths[1] > 1 else 0
         return max(self.max_drafts, by_model, looked_up)
 
+    @property
+    def max_sampled(self) -> int:
+        """Maximum number of positions that one step samples."""
+        return self.max_running + min(self.max_row_drafts * self.max_running, self.max_step_drafts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan(Section):

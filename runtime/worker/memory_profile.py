@@ -42,7 +42,8 @@ def profile_memory(
     tokens = largest_step_tokens(plan)
     try:
         run([1])  # compiles and loads kernels, and allocates the workspaces of libraries
-        activation_bytes = max(peak(rows_of(tokens)), peak([1] * schedule.max_running))
+        sampled = schedule.max_sampled if verifies else schedule.max_running
+        activation_bytes = max(peak(rows_of(tokens)), peak([1] * sampled))
         # There are two graphs of each size: one samples tokens, and one ends at the hidden states. Steps with branches
         # of draft tokens, or with draft tokens and recurrent states, have two further graphs (see `CudaGraphRunner`).
         has_more = verifies and (schedule.takes_branches or (schedule.max_drafts > 0 and bool(kinds)))

@@ -172,9 +172,7 @@ class WorkerSetup:
             lora=plan.lora,
             experts=plan.experts,
             expert_places=expert_places or {},
-            step_tokens=schedule.step_prompt_tokens
-            + schedule.max_running
-            + min(schedule.max_row_drafts * schedule.max_running, schedule.max_step_drafts),
+            step_tokens=schedule.step_prompt_tokens + schedule.max_sampled,
             two_batches=parallel.two_batches,
             head_layers=_head_layers(plan, models),
             symmetric_memory=parallel.symmetric_memory,

@@ -88,7 +88,7 @@ def decide(
             machine,
             gpu,
             kernels.decode_attention_backend,
-            schedule.max_running + min(schedule.max_row_drafts * schedule.max_running, schedule.max_step_drafts),
+            schedule.max_sampled,
             facts,
             step_tokens=(schedule.chunk_tokens or max(schedule.max_prefill_tokens, model.context_length))
             + schedule.max_running * schedule.mixed,

@@ -76,6 +76,13 @@ def test_many_rows_of_one_token_may_be_the_largest_step(monkeypatch: pytest.Monk
     assert steps.activation_bytes == 50 * TOKEN_BYTES
 
 
+def test_rows_with_drafts_sample_more_positions(monkeypatch: pytest.MonkeyPatch):
+    steps = profiled(Metered(), monkeypatch, chunk_tokens=8, max_running=50, max_lookup_drafts=3, max_drafts=3)
+    assert steps.activation_bytes == 200 * TOKEN_BYTES
+    steps = profiled(Metered(), monkeypatch, chunk_tokens=8, max_running=50, max_drafts=3, max_step_drafts=16)
+    assert steps.activation_bytes == 66 * TOKEN_BYTES
+
+
 def test_graphs_take_what_the_largest_of_them_computes_with(monkeypatch: pytest.MonkeyPatch):
     steps = profiled(Metered(), monkeypatch, graphs=GraphPlan(sizes=(1, 2, 8)))
     assert steps.graph_bytes == 8 * TOKEN_BYTES + 2 * 3 * GRAPH_BYTES
