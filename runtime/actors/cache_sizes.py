@@ -24,7 +24,8 @@ from runtime.kv_cache.sizing import (
 
 if TYPE_CHECKING:
     from runtime.mesh.rank_info import RankInfo
-    from runtime.worker.worker import CacheSetup, ModelWorker
+    from runtime.worker.worker import ModelWorker
+    from runtime.worker.worker_setup import CacheSetup
 
 logger = logging.getLogger("penstock.core")
 
@@ -39,7 +40,7 @@ def size_cache(
     Returns the plan with the final `max_running`, the pool sizes (the same on all ranks), the cache kinds, and a text
     that says what limited the sizes. `memory` has the memory of each rank in bytes (see `ModelWorker.memory`).
     """
-    from runtime.worker.worker import CacheSetup
+    from runtime.worker.worker_setup import CacheSetup
 
     local = [worker.local_specs(rank) for rank in _rank_infos(plan)]
     pages, reason = _size(plan, local, memory, steps)
@@ -78,7 +79,7 @@ def _per_sequence(specs: Specs, plan: Plan) -> list[str]:
 
 def _rank_infos(plan: Plan) -> list[RankInfo]:
     """Return the coordinates of all ranks of a replica."""
-    from runtime.worker.worker import rank_info
+    from runtime.worker.worker_setup import rank_info
 
     return [rank_info(plan, rank) for rank in range(plan.parallel.ranks)]
 

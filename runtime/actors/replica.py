@@ -48,7 +48,8 @@ from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from runtime.worker.model_runner import StepExecutor
-    from runtime.worker.worker import CacheSetup, ModelWorker
+    from runtime.worker.worker import ModelWorker
+    from runtime.worker.worker_setup import CacheSetup
 
 logger = logging.getLogger("penstock.core")
 
@@ -143,7 +144,8 @@ class _ReplicaLoader:
     async def load(self) -> None:
         """Start the worker processes, and load the weights of every rank."""
         from runtime.loading.expert_places import read_expert_places
-        from runtime.worker.worker import DRAFT, TARGET, ModelSetup, ModelWorker, WorkerSetup
+        from runtime.worker.worker import ModelWorker
+        from runtime.worker.worker_setup import DRAFT, TARGET, ModelSetup, WorkerSetup
 
         plan, facts, group = self._plan, self._facts, self._group
         # Created before the weights are loaded, so that its errors appear immediately.
@@ -355,7 +357,7 @@ class _ReplicaLoader:
 
     async def _lead(self, worker: ModelWorker) -> StepExecutor:
         """Let all ranks prepare for steps at the same time (graph capture). Return rank 0's executor."""
-        from runtime.worker.worker import TARGET
+        from runtime.worker.worker_setup import TARGET
 
         plan, group = self._plan, self._group
         if not group.workers:

@@ -57,7 +57,8 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
 def _work(link: WorkerLink, path: str | None) -> None:
     import torch
 
-    from runtime.worker.worker import TARGET, CacheSetup, ModelWorker, WorkerSetup
+    from runtime.worker.worker import ModelWorker
+    from runtime.worker.worker_setup import TARGET, CacheSetup, WorkerSetup
 
     setup = WorkerSetup.decode(link.receive().body["setup"], path)
     if setup.device.startswith("cuda"):

@@ -27,13 +27,13 @@ from runtime.mesh.rendezvous import Rendezvous
 from runtime.worker import worker as worker_module
 from runtime.worker.device import Read
 from runtime.worker.model_runner import StepExecutor
-from runtime.worker.worker import (
+from runtime.worker.worker import ModelWorker
+from runtime.worker.worker_setup import (
     DRAFT,
     TARGET,
     CacheSetup,
     DrafterSetup,
     ModelSetup,
-    ModelWorker,
     WorkerSetup,
     rank_info,
 )

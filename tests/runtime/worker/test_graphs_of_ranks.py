@@ -26,7 +26,8 @@ from runtime.mesh.rank_info import RankInfo
 from runtime.mesh.rendezvous import Rendezvous
 from runtime.worker import worker as worker_module
 from runtime.worker.model_runner import StepExecutor
-from runtime.worker.worker import TARGET, CacheSetup, ModelSetup, ModelWorker, WorkerSetup
+from runtime.worker.worker import ModelWorker
+from runtime.worker.worker_setup import TARGET, CacheSetup, ModelSetup, WorkerSetup
 
 CACHE = CacheSetup(num_pages=12, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
 PLAN = replace(fake_core.make_plan(), parallel=ParallelPlan(tp_size=2))

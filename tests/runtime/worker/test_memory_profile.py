@@ -21,7 +21,8 @@ from runtime.worker import worker as worker_module
 from runtime.worker.device import CpuDevice, MemoryUse
 from runtime.worker.memory_profile import GRAPH_BYTES, profile_memory
 from runtime.worker.sampler import Sampler
-from runtime.worker.worker import DRAFT, TARGET, CacheSetup, ModelSetup, ModelWorker, WorkerSetup
+from runtime.worker.worker import ModelWorker
+from runtime.worker.worker_setup import DRAFT, TARGET, CacheSetup, ModelSetup, WorkerSetup
 
 TOKEN_BYTES = 1000
 

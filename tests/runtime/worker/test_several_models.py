@@ -22,7 +22,8 @@ from runtime.distributed.link import HEAD, decode, encode
 from runtime.kv_cache.sizing import pool_bytes
 from runtime.request import LogprobParams
 from runtime.worker.model_runner import StepExecutor
-from runtime.worker.worker import TARGET, ModelSetup, ModelWorker, WorkerSetup
+from runtime.worker.worker import ModelWorker
+from runtime.worker.worker_setup import TARGET, ModelSetup, WorkerSetup
 
 NAMES = (TARGET, "draft")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 99], [13, 14, 15, 3, 40]]
