@@ -19,7 +19,7 @@ from runtime.errors import WorkerFailed
 NONSENSE = {
     "setup": {
         "rank_info": {"rank": 1, "tp_size": 2},
-        "models": {"target": {"facts": {"eos_ids": [], "no such field": 1}, "plan": {}}},
+        "models": {"target": {"facts": {"eos_ids": [], "no such field": 1}, "plan": {"path": ""}}},
         "kernels": {"choices": {}, "settings": {}},
     }
 }

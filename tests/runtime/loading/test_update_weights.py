@@ -110,7 +110,8 @@ def test_a_model_whose_tensors_are_not_replaced_starts_with_a_copy_of_its_vocabu
     facts = read_facts(path)
     plan = replace(paged_forward.plan_for(path, context_length=facts.context_length), by_transformers=True)
     weights = weights_of(paged_forward.load(path), path, source=WeightSource.of(facts, plan))
-    copy = WholeVocabulary(Mesh(RankInfo(), torch.device("cpu")).axis("tp"), None)
+    ranks = Mesh(RankInfo(), torch.device("cpu")).axis("tp")
+    copy = WholeVocabulary(ranks, ranks, None)
     weights.follow(copy, gather=False)
     with pytest.raises(ConfigurationError, match="cannot read"):
         weights.follow(copy, gather=True)
