@@ -25,7 +25,7 @@ COLUMNS = ("option", "asked", "done", "reason")
 KINDS = ", ".join(["cpu", *KNOWN_GPUS])  # of machines
 MAX_GPUS = 64
 _REASON_WIDTH = 60
-_CELL_WIDTH = 40
+_CELL_WIDTH = 40  # of values; longer ones shift their row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,8 @@ def explain(
 def as_text(rows: Sequence[Row], refusals: Sequence[str]) -> str:
     """Return an aligned table with wrapped reasons."""
     cells = [COLUMNS, *((row.option, row.asked, row.done, row.reason) for row in rows)]
-    widths = [min(_CELL_WIDTH, max(len(line[column]) for line in cells)) for column in range(3)]
+    widths = [max(len(line[column]) for line in cells) for column in range(3)]
+    widths[1:] = [min(_CELL_WIDTH, width) for width in widths[1:]]
     lines: list[str] = []
     for *short, reason in cells:
         reasons = wrap(reason, _REASON_WIDTH) or [""]
