@@ -9,9 +9,9 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from itertools import count
-from random import Random
+from random import Random, SystemRandom
 from typing import Any
 
 import httpx
@@ -39,10 +39,17 @@ from server_process import serving
 OPTIONS: dict[str, Any] = {"random_seed": 1, "page_size": 16, "max_total_tokens": 4096, "hicache_ratio": 2.0}
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def free_port(count: int = 8) -> int:
+    """Return the first of `count` consecutive free ports.
+
+    They are below the ports of outgoing connections, so that no connection takes the port of a rank before it listens.
+    """
+    while True:
+        first = SystemRandom().randrange(20_000, 32_000)
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 async def attached(*engines: Engine) -> None:
