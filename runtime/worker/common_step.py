@@ -284,7 +284,6 @@ class _GroupEnd:
         self._staging = Staging(executor.device)
         self._is_host = executor.device.is_host
         self._staged = Staged({}, {})
-        self._token_ids: Tensor | None = None  # on a GPU: int64 [T], the proposed ids at their indices
         # Last tokens and lengths by sequence index. The ranks of a group have them, and rank 0 has a copy for every
         # other group, to verify draft tokens.
         tables = (executor.last_tokens, executor.lengths)
@@ -296,7 +295,6 @@ class _GroupEnd:
 
     def stage(self, batch: Batch | None) -> None:
         """Copy the sampling parameters to the device before the forward pass. The batch must have its draft tokens."""
-        self._token_ids = None
         if batch is not None:
             arrays = self.sampler.arrays(batch)
             self._staged = Staged(arrays, self._staging.copy(arrays))
@@ -304,10 +302,10 @@ class _GroupEnd:
     def take_drafts(self, batch: Batch | None, ids: Tensor) -> None:
         """On a GPU, replace `DRAFT` in the arrays of this step by these ids [n]."""
         if batch is not None and len(ids):
-            self._token_ids = ids.new_zeros(len(batch.token_ids))
-            self._token_ids[draft_places(batch, ids.device)] = ids
-            on_device = with_drafts(self._staged.on_device, self._token_ids)
-            self._staged = self._staged._replace(on_device=on_device, token_ids=self._token_ids)
+            token_ids = ids.new_zeros(len(batch.token_ids))
+            token_ids[draft_places(batch, ids.device)] = ids
+            on_device = with_drafts(self._staged.on_device, token_ids)
+            self._staged = self._staged._replace(on_device=on_device, token_ids=token_ids)
 
     def sample(self, logits: Tensor, batch: Batch | None) -> Sampled | None:
         """Sample the batch's tokens from its logits [N, V]."""
@@ -323,8 +321,8 @@ class _GroupEnd:
         of_drafts = {name: tensor.numpy() for name, tensor in (samples.drafts or {}).items()}
         on_device = self._staging.copy(arrays | of_drafts)
         drafts = None if samples.drafts is None else {name: on_device[name] for name in of_drafts}
-        if drafts is not None and self._token_ids is not None:
-            drafts = with_drafts(drafts, self._token_ids)
+        if drafts is not None and self._staged.token_ids is not None:
+            drafts = with_drafts(drafts, self._staged.token_ids)
         samples = samples._replace(sequences=on_device.get("sequences"), drafts=drafts)
         return samples.keep(ids, self._last_tokens, self._lengths, limits)
 

@@ -47,7 +47,7 @@ class Choice:
 
 
 class _Kind(NamedTuple):
-    """What a graph computes besides hidden states."""
+    """The parts of a step that a graph computes besides hidden states."""
 
     chooses: bool  # whether it samples tokens
     repeats: bool = False  # whether it also stores the KV of some tokens in a second slot, for branches of drafts
@@ -290,7 +290,9 @@ class CudaGraphRunner:
         size = self._fitting(batch)
         if size is None:
             return None
-        kind = _Kind(arrays is not None, batch.attention.repeated is not None, _is_chained(batch))
+        # Without `token_rows`, `_fitting` has found that the spans are independent.
+        is_chained = batch.token_rows is not None and _is_chained(batch)
+        kind = _Kind(arrays is not None, batch.attention.repeated is not None, is_chained)
         if batch.token_rows is not None:
             batch = _one_token_per_row(batch, batch.token_rows)
         captured = self._graphs.get((size, kind))

@@ -197,6 +197,6 @@ def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:
     kinds = {kind: {**arrays, **KINDS[kind].with_starts(arrays, rejected)} for kind, arrays in batch.kinds.items()}
     if sampling is not None and sampling.draws is not None:
         seeds, bounds = sampling.draws
-        positions = bounds - (batch.starts - starts)[sampling.row_of]
+        positions = bounds - rejected[sampling.row_of]
         sampling = replace(sampling, uniform=uniform_numbers(seeds, positions), draws=None)
     return replace(batch, starts=starts, sampling=sampling, kinds=kinds, unknown_starts=None)

@@ -34,7 +34,7 @@ class Staged(NamedTuple):
 
     host: Mapping[str, np.ndarray]
     on_device: Mapping[str, Tensor]
-    token_ids: Tensor | None = None  # int64 [T], the step's tokens; None: the host knows all of them
+    token_ids: Tensor | None = None  # int64 [T], the step's draft tokens at their indices; None: the host knows them
 
 
 NOT_STAGED = Staged(NO_ARRAYS, MappingProxyType({}))

@@ -1,4 +1,4 @@
-"""What a rank of a replica loads and allocates. Rank 0 sends it to the other processes as JSON."""
+"""The setup of a rank: models to load, and sizes to allocate. Rank 0 sends it to the other processes as JSON."""
 
 from __future__ import annotations
 

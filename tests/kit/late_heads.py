@@ -21,7 +21,7 @@ from torch import Tensor
 import fake_runner
 import late_steps
 import paged_forward
-from late_steps import CONTEXT, MAX_DRAFTS, PAGE_SIZE, STATES, VOCAB_SIZE, Steps
+from late_steps import CONTEXT, MAX_DRAFTS, VOCAB_SIZE, Steps
 from runtime.batch import Batch
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
@@ -199,16 +199,7 @@ def run(
         new_token_ratio=0.0,
         min_new_token_ratio=0.0,
     )
-    drive = fake_runner.Drive(
-        plan,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        depth=depth,
-        vocab_size=VOCAB_SIZE,
-        context_length=CONTEXT,
-        runner=steps,
-        num_states=STATES if "state" in steps.pool.kinds else 0,
-    )
+    drive = late_steps.drive_of(steps, plan, num_pages=num_pages, depth=depth)
     drive.add(*sequences)
     for number in itertools.count():
         idle = not steps.num_in_flight

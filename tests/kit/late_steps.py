@@ -383,6 +383,19 @@ def sequences_of(prompts: list[tuple[list[int], int]], ways: tuple[dict[str, Any
     ]
 
 
+def drive_of(steps: Steps, plan: Any, **options: Any) -> fake_runner.Drive:
+    """Return a drive whose runner is `steps`, with the sizes of this module."""
+    return fake_runner.Drive(
+        plan,
+        page_size=PAGE_SIZE,
+        vocab_size=VOCAB_SIZE,
+        context_length=CONTEXT,
+        runner=steps,
+        num_states=STATES if "state" in steps.pool.kinds else 0,
+        **options,
+    )
+
+
 def outputs(
     prompts: list[tuple[list[int], int]],
     *,
@@ -431,17 +444,13 @@ def outputs(
         max_tree_drafts=MAX_DRAFTS * topk,
         **ratios,
     )
-    drive = fake_runner.Drive(
+    drive = drive_of(
+        steps,
         plan,
         num_pages=num_pages,
-        page_size=PAGE_SIZE,
         depth=depth,
-        vocab_size=VOCAB_SIZE,
-        context_length=CONTEXT,
-        runner=steps,
         watch=watch,
         num_host_pages=num_host_pages if swap else 0,
-        num_states=STATES if "state" in steps.pool.kinds else 0,
         window=steps.window,
         num_windowed=num_windowed,
     )
