@@ -15,6 +15,7 @@ import numpy as np
 from runtime.actors.corpus_texts import joined_tokens, texts_of_file, tokens_of_texts
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.speculative.corpus import CorpusIndex, Tokens
+from runtime.tokenizer.backend import check_surrogates
 
 if TYPE_CHECKING:
     from runtime.actors.scheduler import SchedulerActor
@@ -62,10 +63,12 @@ class ExternalCorpora:
         after each document. Raises `InvalidRequest` if the id is in use or cannot be listed, or if there are too many
         corpora, and the errors of `read`. After an error or a cancellation, the corpora are unchanged.
         """
-        if not _is_unicode(corpus_id):
+        try:
+            check_surrogates(corpus_id)  # names of files may have bytes that are not UTF-8
+        except TypeError as error:
             raise InvalidRequest(
                 "The id of the corpus has a lone surrogate (half of a UTF-16 pair).", param="corpus_id"
-            )
+            ) from error
         async with self._lock:
             if corpus_id in self._corpora:
                 raise InvalidRequest(f"There is a corpus {corpus_id} already; remove it first.", param="corpus_id")
@@ -94,15 +97,6 @@ class ExternalCorpora:
         self._corpora, self.index = corpora, index
         for actor in self._schedulers():
             actor.scheduler.use_corpora(index)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether the text can be written in JSON. Names of files may have bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _counted(read: Callable[[int], Tokens], limit: int) -> tuple[Tokens, int]:
