@@ -61,6 +61,17 @@ def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
     return next((form for form in fitting if form.fits), None)
 
 
+def packed_pairs(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes, uint8 [..., 2n] -> uint8 [..., n], the first of each pair in the lower half."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
+    """Split each byte into its two halves, uint8 [..., n] -> uint8 [..., 2n]."""
+    low, high = packed & 15, packed >> 4
+    return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
+
+
 def code_bits(bits: int) -> int:
     """Return the smallest of `CODE_BITS` that is at least `bits`."""
     return next(each for each in CODE_BITS if each >= bits)

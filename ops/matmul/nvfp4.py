@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.matmul.fused_weight import FusedWeight
-from ops.matmul.grouped import E2M1, GroupedWeight, factor_scales
+from ops.matmul.grouped import E2M1, GroupedWeight, factor_scales, nibbles, packed_pairs
 
 GROUP = 16  # inputs per scale
 LARGEST, LARGEST_SCALE = 6.0, 448.0  # largest numbers of e2m1 and e4m3
@@ -35,8 +35,7 @@ class Rounded(NamedTuple):
     def dequantised(self) -> Tensor:
         """Return the rows divided by their factor, float32 [..., I]."""
         numbers = torch.tensor(E2M1, device=self.codes.device)
-        both = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(-2)
-        return numbers[both.int()] * self.scales.float().repeat_interleave(GROUP, dim=-1)
+        return numbers[nibbles(self.codes).int()] * self.scales.float().repeat_interleave(GROUP, dim=-1)
 
 
 def is_nvfp4(weight: GroupedWeight) -> bool:
@@ -55,9 +54,7 @@ def factored(weight: GroupedWeight) -> tuple[Rounded, Tensor] | None:
     if found is None:
         return None
     scales, factors = found
-    return Rounded(weight.codes[..., ::2] | (weight.codes[..., 1::2] << 4), scales.view(weight.scales.shape)), factors[
-        0
-    ]
+    return Rounded(packed_pairs(weight.codes), scales.view(weight.scales.shape)), factors[0]
 
 
 def round_rows(x: Tensor, factor: Tensor | float) -> Rounded:
@@ -67,8 +64,7 @@ def round_rows(x: Tensor, factor: Tensor | float) -> Rounded:
     scales = (largest / (LARGEST * factor)).clamp(max=LARGEST_SCALE).to(torch.float8_e4m3fn)
     divisors = scales.float() * factor
     numbers = torch.where(divisors.unsqueeze(-1) > 0, grouped / divisors.unsqueeze(-1), 0.0).flatten(-2)
-    codes = to_e2m1(numbers)
-    return Rounded(codes[..., ::2] | (codes[..., 1::2] << 4), scales)
+    return Rounded(packed_pairs(to_e2m1(numbers)), scales)
 
 
 def to_e2m1(numbers: Tensor) -> Tensor:

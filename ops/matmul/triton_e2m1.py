@@ -14,6 +14,9 @@ same layout.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import torch
 import triton
 import triton.language as tl
@@ -44,8 +47,8 @@ def unpack_words(words: Tensor) -> Tensor:
     """Return the codes, uint8 [..., I], of packed words, uint8 [..., I / 2]."""
     whole = words.contiguous().view(torch.int32).unflatten(-1, (-1, 4))
     halves = torch.stack((whole & 0xFFFF, (whole >> 16) & 0xFFFF), dim=-1)
-    slots = [sum((halves >> shift) & mask for mask, shift in bits) for bits in _BITS]
-    codes = torch.stack(slots, dim=-1)  # type: ignore[arg-type]
+    slots = [reduce(or_, ((halves >> shift) & mask for mask, shift in bits)) for bits in _BITS]
+    codes = torch.stack(slots, dim=-1)
     return codes.movedim(-1, -3).flatten(-4).to(torch.uint8)
 
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.matmul import triton_float8
-from ops.matmul.grouped import E2M1, WHOLE, GroupedWeight, factor_scales, fits_triton
+from ops.matmul.grouped import E2M1, WHOLE, GroupedWeight, factor_scales, fits_triton, nibbles, packed_pairs
 from ops.matmul.triton_e2m1 import fits_words, multiply_words, pack_words, unpack_words
 from ops.matmul.triton_four_bits import add_step
 
@@ -121,7 +121,7 @@ def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
         codes = pack_words(weight.codes)
         scales, factors = _scales_of_floats(scales, powers=weight.powers)
     else:
-        codes = weight.codes[..., ::2] | (weight.codes[..., 1::2] << 4)
+        codes = packed_pairs(weight.codes)
         if weight.powers:
             scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
@@ -153,7 +153,7 @@ def unpacked(parts: Parts) -> Tensor:
         scales = scales.float() / 256.0
     if factors is not None:
         scales = scales * factors.unsqueeze(-1)
-    numbers = unpack_words(both) if table == E2M1 else torch.stack((both & 15, both >> 4), dim=-1).flatten(-2)
+    numbers = unpack_words(both) if table == E2M1 else nibbles(both)
     return GroupedWeight(numbers, scales, shifts, table).dequantised()
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ops.activation import SWIGLU_LIMIT, SWIGLU_SLOPE
 from ops.matmul.block_scaled import has_blocks
 from ops.matmul.fused_weight import FusedWeight, fuse
-from ops.matmul.grouped import E2M1, GroupedWeight
-from ops.matmul.nvfp4 import Rounded, factored, is_nvfp4
+from ops.matmul.grouped import E2M1, GroupedWeight, packed_pairs
+from ops.matmul.nvfp4 import Rounded, factored, input_factor, is_nvfp4
 from ops.moe import GroupedMixture, Mixture
 
 MXFP4_GROUP = 32  # inputs per scale of MXFP4
@@ -93,9 +93,7 @@ def prepare_nvfp4(
 
 def of_inputs(weight: GroupedWeight) -> Tensor:
     """Return the factor of each expert's inputs, float32 [X]: the largest of its joined tensors."""
-    if weight.input_scales is None:
-        raise ValueError("The weight has no scales of its inputs.")
-    return weight.input_scales.flatten(1).amax(1)
+    return torch.stack([input_factor(weight.expert(number)) for number in range(len(weight.codes))])
 
 
 def nvfp4(weight: GroupedWeight) -> tuple[Fp4, Tensor]:
@@ -129,7 +127,7 @@ def is_mxfp4(weight: GroupedWeight) -> bool:
 
 def mxfp4(weight: GroupedWeight) -> Fp4:
     """Return an MXFP4 weight [X, O, I] with packed codes and exponents."""
-    codes = weight.codes[..., ::2] | (weight.codes[..., 1::2] << 4)
+    codes = packed_pairs(weight.codes)
     exponents = (weight.scales.float().contiguous().view(torch.int32) >> 23).to(torch.uint8)
     return Fp4(codes, exponents)
 

@@ -44,12 +44,6 @@ def unpack_planes(words: Tensor, bits: int, count: int) -> Tensor:
     return numbers
 
 
-def nibbles(packed: Tensor, *, high_first: bool = False) -> Tensor:
-    """Split each byte into its two halves, uint8 [..., n] -> uint8 [..., 2n]."""
-    low, high = packed & 15, packed >> 4
-    return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
-
-
 def look_up(codes: Tensor, table: Sequence[float] | Tensor) -> Tensor:
     """Return `table[code]` for each code, float32."""
     return torch.as_tensor(table, dtype=torch.float32)[codes.to(torch.int32)]

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.matmul.grouped import nibbles
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
-from runtime.loading.formats.bits import look_up, nibbles
+from runtime.loading.formats.bits import look_up
 from runtime.loading.formats.stored import Derived, Read, Stored, require
 
 STATE = ".quant_state.bitsandbytes__"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, nibbles
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 from runtime.loading.formats import scaled
-from runtime.loading.formats.bits import look_up, nibbles, power_of_two
+from runtime.loading.formats.bits import look_up, power_of_two
 from runtime.loading.formats.stored import Derived, Read, Stored, require
 
 INPUT_SCALE, LOW_RANK = ".pre_quant_scale", ".svdquant_lora_a"

@@ -17,11 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, nibbles, packed_pairs
 from ops.matmul.nvfp4 import LARGEST, to_e2m1
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
-from runtime.loading.formats.bits import look_up, nibbles, power_of_two
+from runtime.loading.formats.bits import look_up, power_of_two
 from runtime.loading.formats.stored import Derived, Read, Stored, require
 from runtime.loading.tensors import Cut
 
@@ -67,7 +67,7 @@ def _rounded_expert(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
     mantissas, exponents = torch.frexp(largest / LARGEST)
     exponents = (exponents - (mantissas == 0.5).int()).clamp(SMALLEST_EXPONENT, LARGEST_EXPONENT)
     codes = to_e2m1(torch.ldexp(groups, -exponents.unsqueeze(-1)))
-    return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + BIAS).to(torch.uint8)
+    return packed_pairs(codes), (exponents + BIAS).to(torch.uint8)
 
 
 def _add(derived: Derived, stored: Stored, name: str) -> None:

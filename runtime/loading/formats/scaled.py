@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, code_bits
+from ops.matmul.grouped import E2M1, GroupedWeight, GroupForm, code_bits, nibbles
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError, MissingTensor
-from runtime.loading.formats.bits import E2M3, look_up, nibbles, power_of_two, spread, unpack
+from runtime.loading.formats.bits import E2M3, look_up, power_of_two, spread, unpack
 from runtime.loading.formats.stored import Derived, Read, Stored, first_of, require
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

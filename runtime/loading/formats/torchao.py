@@ -18,10 +18,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ops.matmul.grouped import GroupedWeight, GroupForm
+from ops.matmul.grouped import GroupedWeight, GroupForm, nibbles
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
-from runtime.loading.formats.bits import nibbles, spread
+from runtime.loading.formats.bits import spread
 from runtime.loading.formats.stored import Derived, Read, Stored, require
 
 DATA = re.compile(r"(.+)\._(\w+)_qdata")
